@@ -7,11 +7,11 @@ WORKERS ?= 8
 ARGS ?=
 
 # The CuPy extra of the driver's CUDA major; a newer driver runs the newest known one. Empty without a GPU.
-CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9][0-9]*\).*/\1/p')
-CUPY := $(if $(CUDA),$(if $(filter 12,$(CUDA)),cuda12x,$(if $(filter-out 1 2 3 4 5 6 7 8 9 10 11,$(CUDA)),cuda13x)))
+CUPY := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[A-Za-z ]*Version: *\([0-9][0-9]*\).*/\1/p' | \
+	awk '$$1 == 12 {print ",cuda12x"} $$1 > 12 {print ",cuda13x"}')
 
 .PHONY: verify test lint clean
-.DELETE_ON_ERROR:
+.NOTPARALLEL:
 
 verify: $(VENV)/verify.stamp
 	$(PY) -m verify $(ARGS)
@@ -27,10 +27,8 @@ lint: $(VENV)/test.stamp
 # Without ensurepip, venv leaves a half environment behind: pip's presence is what counts.
 $(VENV)/%.stamp: pyproject.toml
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q --disable-pip-version-check -e '.[$*$(addprefix $(comma),$(CUPY))]'
+	$(PY) -m pip install -q --disable-pip-version-check -e '.[$*$(CUPY)]'
 	touch $@
-
-comma := ,
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info verify-report bench-report .*_cache .hypothesis
