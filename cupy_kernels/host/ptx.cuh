@@ -1,0 +1,73 @@
+// The instructions of kernels/ptx.cuh in plain C++. This file stands in for that one on the CPU.
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+
+inline float ex2(float x) {
+    const float y = exp2f(x);
+    return y < 0x1p-126f ? 0.f : y;
+}
+
+inline uint4 load_streaming(const void* address) { return *static_cast<const uint4*>(address); }
+
+namespace cuda {
+inline float half_bits_to_float(unsigned x, __half) { return __half2float({(unsigned short)x}); }
+inline float half_bits_to_float(unsigned x, __nv_bfloat16) { return __bfloat162float({(unsigned short)x}); }
+
+// One step of a tensor core: c + sum a_i b_i over 16 products. Products are exact; all terms are aligned to the largest exponent,
+// kept to 2 bits below float32's last and truncated there; the sum is truncated to float32. (Hopper, as modelled bit by bit by
+// Khattak & Mikaitis 2025, arXiv 2512.07004.)
+inline float block_fma(float c, const float* a, const float* b) {
+    double terms[17] = {c};
+    for (int i = 0; i < 16; i++) terms[i + 1] = double(a[i]) * double(b[i]);
+    int largest = 0;
+    for (double term : terms) {
+        const int exponent = bits<uint64_t>(term) >> 52 & 0x7ff;
+        largest = exponent > largest ? exponent : largest;
+    }
+    if (largest == 0) return 0.f;
+    double sum = 0.0;
+    if (largest == 0x7ff) {
+        for (double term : terms) sum += term;
+        return float(sum);
+    }
+    // 1 / unit of the last kept bit, which is 23 + 2 bits below the largest term's leading one.
+    const double scale = bits<double>(uint64_t(2 * 1023 + 25 - largest) << 52);
+    int64_t units = 0;
+    for (double term : terms) units += int64_t(term * scale);
+    sum = double(units) / scale;
+    const float result = float(sum);
+    return fabs(double(result)) > fabs(sum) ? nextafterf(result, 0.f) : result;
+}
+
+template <class H> inline void mma(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, H type) {
+    uint32_t words[16] = {a[0], a[1], a[2], a[3], b0, b1};
+    const auto board = exchange(words, 6);
+    const int g = my_lane() / 4, t = my_lane() % 4;
+    float rows[2][16], columns[2][16];
+    for (int k = 0; k < 16; k++) {
+        // A[row][k] is in lane 4 * (row % 8) + k % 8 / 2, register (row >= 8) + 2 * (k >= 8), half k % 2; B[k][n] likewise.
+        for (int half = 0; half < 2; half++) {
+            rows[half][k] = half_bits_to_float(board[4 * g + k % 8 / 2][half + 2 * (k / 8)] >> 16 * (k % 2) & 0xffff, type);
+            columns[half][k] = half_bits_to_float(board[4 * (2 * t + half) + k % 8 / 2][4 + k / 8] >> 16 * (k % 2) & 0xffff, type);
+        }
+    }
+    for (int i = 0; i < 4; i++) d[i] = block_fma(d[i], rows[i / 2], columns[i % 2]);
+}
+}  // namespace cuda
+
+inline void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half type) {
+    cuda::mma(d, a, b0, b1, type);
+}
+inline void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16 type) {
+    cuda::mma(d, a, b0, b1, type);
+}
+
+inline unsigned transpose_8x8(unsigned x) {
+    const auto board = cuda::exchange(&x, 1);
+    // Element [r][c] of the result is [c][r] of the argument: this lane holds r = lane / 4, c = 2 (lane % 4) and the next.
+    const int r = cuda::my_lane() / 4, c = cuda::my_lane() % 4 * 2;
+    const auto element = [&](int row, int column) { return board[4 * row + column / 2][0] >> 16 * (column % 2) & 0xffff; };
+    return element(c, r) | element(c + 1, r) << 16;
+}
+
+inline unsigned add_acquire_release(unsigned* counter, unsigned value) { return atomicAdd(counter, value); }

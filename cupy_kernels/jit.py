@@ -1,0 +1,216 @@
+"""Kernel text plus constants -> a compiled kernel, its arguments checked, launched on the GPU or the CPU.
+
+The one place where anything is launched. RawKernel checks no argument, passes a Python float as a double and ignores strides; so
+each call is checked here against the parameter list that the kernel's own text declares, and scalars are cast to the types it names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .host import build
+
+KERNELS = Path(__file__).parent / "kernels"
+OPTIONS = ("--std=c++17",)
+
+C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
+DTYPES = {
+    "__half": np.dtype(np.float16),
+    "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float": np.dtype(np.float32),
+    "int": np.dtype(np.int32),
+    "unsigned": np.dtype(np.uint32),
+    "bool": np.dtype(np.bool_),
+    "long long": np.dtype(np.int64),
+}
+_SCALARS = {"float": ctypes.c_float, "int": ctypes.c_int, "unsigned": ctypes.c_uint, "long long": ctypes.c_longlong}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a kernel, as its text declares it."""
+
+    name: str
+    c_type: str  # element type of a pointer, or the scalar's type, constants resolved
+    pointer: bool
+    nullable: bool  # its comment says "or null"
+
+
+# Replacements of kernel text, (file, old, new) each; see `patched`.
+Patches = tuple[tuple[str, str, str], ...]
+
+
+@functools.cache
+def read_source(name: str, for_cpu: bool = False, patches: Patches = ()) -> str:
+    """The text of `kernels/<name>` with the project's own includes expanded, so that a cache key made of it holds everything.
+
+    On the CPU, `host/ptx.cuh` takes the place of `kernels/ptx.cuh`.
+
+    Raises:
+        ValueError: a patch whose old text does not stand exactly once in its file.
+    """
+
+    def expand(file: str, seen: set[str]) -> str:
+        if file in seen:
+            return ""
+        seen.add(file)
+        stand_in = build.HEADERS / file
+        text = (stand_in if for_cpu and stand_in.exists() else KERNELS / file).read_text()
+        for patched_file, old, new in patches:
+            if patched_file == file:
+                if text.count(old) != 1:
+                    raise ValueError(f"{file}: expected {old!r} once, got it {text.count(old)} times")
+                text = text.replace(old, new)
+        return re.sub(r'^#include "([^"]+)"\n', lambda found: expand(found[1], seen), text, flags=re.MULTILINE)
+
+    return expand(name, set())
+
+
+def parse_parameters(source: str, constants: Mapping[str, Any]) -> dict[str, tuple[Parameter, ...]]:
+    """Every `extern "C" __global__` function of the text and its parameters, one a line, each with its comment."""
+    kernels = {}
+    for found in re.finditer(
+        r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)\(\n(.*?)\)\s*\{', source, re.DOTALL
+    ):
+        parameters = []
+        for line in found[2].splitlines():
+            declaration, _, comment = line.partition("//")
+            declaration = declaration.strip().rstrip(",")
+            if not declaration:
+                continue
+            parsed = re.fullmatch(r"(?:const )?([\w ]+?)(\*)?(?: __restrict__)? (\w+)", declaration)
+            if parsed is None:
+                raise ValueError(f"{found[1]}: expected one parameter a line, got {line.strip()!r}")
+            c_type = str(constants.get(parsed[1], parsed[1]))
+            parameters.append(Parameter(parsed[3], c_type, bool(parsed[2]), "or null" in comment))
+        kernels[found[1]] = tuple(parameters)
+    return kernels
+
+
+class Kernel:
+    """One entry point of a kernel text, specialised by constants; compiled on first use, for the device it is used on.
+
+    Args:
+        source: a file of `kernels/`.
+        name: the entry point.
+        constants: `-D` values. A dtype name ("float16", "bfloat16", "float32") stands for its C type.
+    """
+
+    def __init__(self, source: str, name: str, constants: Mapping[str, Any]) -> None:
+        self.source, self.name = source, name
+        self.constants = {key: C_TYPES.get(value, value) for key, value in constants.items()}
+        self.defines = tuple(f"-D{key}={value}" for key, value in sorted(self.constants.items()))
+        self.patches: Patches = _settings["patches"]
+        self.kernels = parse_parameters(read_source(source, patches=self.patches), self.constants)
+        self.parameters = self.kernels[name]
+        self._device_kernels: dict[int, Any] = {}
+
+    def check(self, xp: ModuleType, arguments: Mapping[str, Any]) -> list[Any]:
+        """Arguments in the kernel's order, arrays as they are, scalars as ctypes or NumPy scalars of the declared type.
+
+        Raises:
+            TypeError: a missing or unknown argument, an array of another module or dtype, a scalar of another kind.
+            ValueError: an integer out of its type's range.
+        """
+        names = [parameter.name for parameter in self.parameters]
+        if set(arguments) != set(names):
+            odd = sorted(set(arguments) ^ set(names))
+            raise TypeError(f"{self.name}: expected arguments {', '.join(names)}, got a difference in {', '.join(odd)}")
+        return [self._check_one(parameter, arguments[parameter.name], xp) for parameter in self.parameters]
+
+    def _check_one(self, parameter: Parameter, value: Any, xp: ModuleType) -> Any:
+        where, dtype = f"{self.name}.{parameter.name}", DTYPES[parameter.c_type]
+        if parameter.pointer:
+            if value is None and parameter.nullable:
+                return None if xp is np else np.uint64(0)
+            if not isinstance(value, xp.ndarray):
+                raise TypeError(f"{where}: expected a {xp.__name__} array, got {type(value).__name__}")
+            if value.dtype != dtype:
+                raise TypeError(f"{where}: expected dtype {dtype}, got {value.dtype}")
+            return value
+        if dtype.kind == "f":
+            return np.float32(value)
+        if not isinstance(value, (int, np.integer)):
+            raise TypeError(f"{where}: expected an integer, got {type(value).__name__}")
+        limits = np.iinfo(dtype)
+        if not limits.min <= value <= limits.max:
+            raise ValueError(f"{where}: expected {limits.min} to {limits.max}, got {value}")
+        return dtype.type(value)
+
+    def __call__(self, xp: ModuleType, grid: tuple[int, int, int], threads: int, shared_bytes: int, **arguments: Any) -> None:
+        """Launches on the arrays' device: the current stream of CuPy, or the CPU. A grid without blocks launches nothing."""
+        values = self.check(xp, arguments)
+        if 0 in grid:
+            return
+        if xp is np:
+            self._launch_cpu(values, grid, threads)
+        else:
+            self._compiled(shared_bytes)(grid, (threads, 1, 1), values, shared_mem=shared_bytes)
+
+    def _compiled(self, shared_bytes: int) -> Any:
+        import cupy
+
+        device = cupy.cuda.Device().id
+        if device not in self._device_kernels:
+            kernel = cupy.RawKernel(read_source(self.source, patches=self.patches), self.name, OPTIONS + self.defines)
+            self._device_kernels[device] = kernel
+        kernel = self._device_kernels[device]
+        # Above 48 KB a kernel has to ask.
+        if shared_bytes > 48 << 10 and kernel.max_dynamic_shared_size_bytes < shared_bytes:
+            kernel.max_dynamic_shared_size_bytes = shared_bytes
+        return kernel
+
+    def _launch_cpu(self, values: list[Any], grid: tuple[int, int, int], threads: int) -> None:
+        source = read_source(self.source, for_cpu=True, patches=self.patches)
+        library = build.load(source, tuple(self.kernels), self.defines, _settings["sanitize"])
+        held: list[Any] = [
+            (ctypes.c_void_p(None if value is None else value.ctypes.data) if parameter.pointer
+             else _SCALARS[parameter.c_type](value.item()))
+            for parameter, value in zip(self.parameters, values, strict=True)
+        ]  # fmt: skip
+        arguments = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
+        dims = ctypes.c_uint * 3
+        status = library[f"launch_{self.name}"](dims(*grid), dims(threads, 1, 1), arguments, ctypes.c_uint64(_settings["seed"]))
+        if status != 0:
+            raise RuntimeError(f"{self.name}: a block deadlocked: some of its threads wait for others that never come")
+
+
+_settings: dict[str, Any] = {"seed": 0, "sanitize": False, "patches": ()}
+
+
+@contextlib.contextmanager
+def settings(*, seed: int = 0, sanitize: bool = False, patches: Patches = ()) -> Iterator[None]:
+    """For tests and the harness.
+
+    Args:
+        seed: on the CPU, shuffles the order in which threads and blocks take turns; 0 keeps the natural order.
+        sanitize: on the CPU, builds with AddressSanitizer and UBSan.
+        patches: faults planted in the kernels' text, (file, old text, new text) each; the old text must stand there exactly once.
+    """
+    previous = dict(_settings)
+    _settings.update(seed=seed, sanitize=sanitize, patches=tuple(patches))
+    try:
+        yield
+    finally:
+        _settings.update(previous)
+
+
+def kernel(source: str, name: str, **constants: Any) -> Kernel:
+    """The `Kernel` of these constants, made once."""
+    return _kernel(source, name, tuple(sorted(constants.items())), _settings["patches"])
+
+
+@functools.cache
+def _kernel(source: str, name: str, constants: tuple[tuple[str, Any], ...], patches: Patches) -> Kernel:
+    return Kernel(source, name, dict(constants))

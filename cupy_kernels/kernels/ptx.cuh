@@ -1,0 +1,47 @@
+// Instructions that CUDA C++ has no operator for, one wrapper each. host/ptx.cuh gives each a plain C++ body.
+
+// 2^x, at most 2 ulp; 2^-inf = 0, NaN -> NaN; results below 2^-126 are flushed to zero.
+__device__ __forceinline__ float ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 16 bytes of read-only global memory, not kept in L1: every byte of K and V is used once. Address 16-byte aligned.
+__device__ __forceinline__ uint4 load_streaming(const void* address) {
+    uint4 r;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(address));
+    return r;
+}
+
+// D += A B on a warp: A 16x16 (rows), B 16x8 (columns), 16-bit; D 16x8 float32. With g = lane / 4, t = lane % 4:
+//   a[0] = A[g][2t..2t+1], a[1] = A[g+8][2t..], a[2] = A[g][2t+8..], a[3] = A[g+8][2t+8..]
+//   b[0] = B[2t..2t+1][g], b[1] = B[2t+8..][g];  d[0..1] = D[g][2t..2t+1], d[2..3] = D[g+8][2t..]
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __half) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_16x8x16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, __nv_bfloat16) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8x8 matrix of 16-bit elements held by a warp: lane 4r + c holds [r][2c..2c+1] before and after.
+__device__ __forceinline__ unsigned transpose_8x8(unsigned x) {
+    unsigned r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+    return r;
+}
+
+// Adds to a counter that other blocks of the grid see: releases what this thread saw written, acquires what they released.
+__device__ __forceinline__ unsigned add_acquire_release(unsigned* counter, unsigned value) {
+    unsigned old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(value) : "memory");
+    return old;
+}
+
+// Shared memory whose size the launch decides.
+#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]

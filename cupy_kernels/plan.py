@@ -1,0 +1,89 @@
+"""How many splits, and which pages each: host integers in, host integers out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import check_int
+from .problem import MAX_HEADS_PER_BLOCK
+
+# Splits of the two-launch schedules lie on grid.z.
+MAX_SPLITS = 65535
+
+
+def split_ranges(context_len: int, page_size: int, num_splits: int) -> list[tuple[int, int]]:
+    """The pages [begin, end) of each split under `schedule="uniform"`.
+
+    With n = ceil(context_len / page_size) pages and pps = ceil(n / num_splits), split i has the pages
+    [min(i * pps, n), min((i + 1) * pps, n)): equal shares, the last ones short or empty.
+
+    Args:
+        context_len: tokens of the request, >= 0.
+        page_size: tokens of a page, >= 1.
+        num_splits: >= 1.
+
+    Raises:
+        TypeError, ValueError: an argument that is no integer, or out of range.
+    """
+    context_len = check_int("context_len", context_len, 0, 2**31 - 1)
+    page_size = check_int("page_size", page_size, 1, 2**31 - 1)
+    num_splits = check_int("num_splits", num_splits, 1, 2**31 - 1)
+    pages = math.ceil(context_len / page_size)
+    pages_per_split = math.ceil(pages / num_splits)
+    return [
+        (min(i * pages_per_split, pages), min((i + 1) * pages_per_split, pages)) for i in range(num_splits)
+    ]  # fmt: skip
+
+
+def plan_splits(context_lens: Sequence[int] | Any, *, page_size: int, num_q_heads: int, num_kv_heads: int, num_sms: int) -> int:
+    """The number of splits for the two-launch schedules.
+
+    Splitting pays when there are fewer blocks than the device can hold: unsplit, there is one for each request and KV head. Two
+    limits meet here. Four blocks an SM keep the memory busy, more only add partials. And a block walks its pages one after the
+    other while the merge walks the splits: pages / S + S / 2 steps, least at S = sqrt(2 pages). From three blocks an SM on, no
+    split pays. Both limits are rounded to powers of two, the first up, the second down.
+
+    Lengths that differ count as so many requests of the longest one's length as hold the same tokens: it is the longest one that
+    the others wait for.
+
+    Args:
+        context_lens: tokens of each request, host integers >= 0.
+        page_size: tokens of a page, >= 1.
+        num_q_heads: a multiple of num_kv_heads.
+        num_kv_heads: >= 1.
+        num_sms: multiprocessors of the device, >= 1.
+
+    Returns:
+        The number of splits, >= 1.
+
+    Raises:
+        TypeError, ValueError: an argument of another kind, or out of range.
+    """
+    page_size = check_int("page_size", page_size, 1, 2**31 - 1)
+    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, 2**31 - 1)
+    num_q_heads = check_int("num_q_heads", num_q_heads, 1, 2**31 - 1)
+    num_sms = check_int("num_sms", num_sms, 1, 2**31 - 1)
+    if num_q_heads % num_kv_heads:
+        raise ValueError(f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}")
+    lengths = np.asarray(context_lens)
+    if lengths.size and lengths.dtype.kind not in "iu":
+        raise TypeError(f"context_lens: expected integers, got dtype {lengths.dtype}")
+    if lengths.ndim != 1:
+        raise ValueError(f"context_lens: expected shape [batch_size], got {list(lengths.shape)}")
+    if lengths.size and lengths.min() < 0:
+        raise ValueError(f"context_lens: expected lengths >= 0, got {lengths.min()}")
+    pages = -(-lengths.astype(np.int64) // page_size)
+    longest = int(pages.max(initial=0))
+    if longest == 0:
+        return 1
+    chunks = math.ceil(num_q_heads / num_kv_heads / MAX_HEADS_PER_BLOCK)
+    blocks = int(pages.sum()) / longest * num_kv_heads * chunks
+    if blocks >= 3 * num_sms:
+        return 1
+    to_fill = 2 ** math.ceil(math.log2(4 * num_sms / blocks))
+    to_balance = 2 ** math.floor(math.log2(math.sqrt(2 * longest)))
+    return min(to_fill, to_balance, longest)
