@@ -1,7 +1,7 @@
 """Kernel text plus constants -> a compiled kernel, its arguments checked, launched on the GPU or the CPU.
 
-The one place where anything is launched. RawKernel checks no argument, passes a Python float as a double and ignores strides; so
-each call is checked here against the parameter list that the kernel's own text declares, and scalars are cast to the types it names.
+The one place where anything is launched. RawKernel checks no argument, passes a Python float as a double and ignores strides;
+so each call is checked here against the parameter list that the kernel's own text declares, and scalars are cast to its types.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Kernel:
         if 0 in grid:
             return
         if xp is np:
-            self._launch_cpu(values, grid, threads)
+            self._launch_cpu(values, grid, threads, shared_bytes)
         else:
             self._compiled(shared_bytes)(grid, (threads, 1, 1), values, shared_mem=shared_bytes)
 
@@ -171,7 +171,7 @@ class Kernel:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
         return kernel
 
-    def _launch_cpu(self, values: list[Any], grid: tuple[int, int, int], threads: int) -> None:
+    def _launch_cpu(self, values: list[Any], grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:
         source = read_source(self.source, for_cpu=True, patches=self.patches)
         library = build.load(source, tuple(self.kernels), self.defines, _settings["sanitize"])
         held: list[Any] = [
@@ -179,9 +179,9 @@ class Kernel:
              else _SCALARS[parameter.c_type](value.item()))
             for parameter, value in zip(self.parameters, values, strict=True)
         ]  # fmt: skip
-        arguments = (ctypes.c_void_p * len(held))(*(ctypes.addressof(value) for value in held))
-        dims = ctypes.c_uint * 3
-        status = library[f"launch_{self.name}"](dims(*grid), dims(threads, 1, 1), arguments, ctypes.c_uint64(_settings["seed"]))
+        arguments = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
+        sizes = (ctypes.c_uint * 3)(*grid), ctypes.c_uint(threads), ctypes.c_uint(shared_bytes)
+        status = library[f"launch_{self.name}"](*sizes, arguments, ctypes.c_uint64(_settings["seed"]))
         if status != 0:
             raise RuntimeError(f"{self.name}: a block deadlocked: some of its threads wait for others that never come")
 

@@ -41,7 +41,7 @@ def merge_states(
         lse_part: [..., num_states] float32, the states' log-sum-exp.
         out_dtype: dtype of the merged o; None is that of `o_part`.
         lse_base: base of the logarithms, "e" or "2", coming in and going out.
-        algorithm: "max_first" finds the maximum of all states first, "online" rescales a running state. Equal in exact arithmetic.
+        algorithm: "max_first" finds the maximum of all states first, "online" rescales a running state: equal if exact.
 
     Returns:
         o [..., head_dim] of `out_dtype` and lse [...] float32, new arrays on the device of `o_part`.

@@ -96,8 +96,9 @@ def build(source: str, entry_points: tuple[str, ...], defines: tuple[str, ...], 
     """
     command, version, features = _compiler()
     launchers = "".join(
-        f'extern "C" int launch_{name}(const unsigned* grid, const unsigned* threads, void** arguments, uint64_t seed) {{\n'
-        f"    return cuda::launch({name}, grid, threads, arguments, seed);\n}}\n"
+        f'extern "C" int launch_{name}'
+        "(const unsigned* grid, unsigned threads, unsigned shared_bytes, void** arguments, uint64_t seed) {\n"
+        f"    return cuda::launch({name}, grid, threads, shared_bytes, arguments, seed);\n}}\n"
         for name in entry_points
     )
     text = f'#include "cuda.h"\n{source}\n{launchers}'
