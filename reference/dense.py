@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+Shape = tuple[int | None, ...]
 FLOAT8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
 FLOATS = tuple(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.float64, *FLOAT8)))
 
@@ -90,7 +91,11 @@ def visible_range(context_len: int, window: int | None = None) -> tuple[int, int
 
 @nonfinite_is_legal
 def gather(
-    cache: np.ndarray, page_table_row: np.ndarray, begin: int, end: int, layout: str = "NHD"
+    cache: np.ndarray,
+    page_table_row: np.ndarray,
+    begin: int,
+    end: int,
+    layout: str = "NHD",
 ) -> np.ndarray:
     """Tokens `[begin, end)` of one request as contiguous float64 `[end - begin, num_kv_heads, head_dim]`.
 
@@ -101,10 +106,8 @@ def gather(
     page_size = cache.shape[2 if layout == "HND" else 1]
     pages, slots = page_table_row[tokens // page_size], tokens % page_size
     # NumPy would read a negative id from the end of the pool without a word.
-    if np.any((pages < 0) | (pages >= len(cache))):
-        raise ValueError(
-            f"page_table: expected page ids in [0, {len(cache)}), got {np.unique(pages).tolist()}"
-        )
+    strays = np.unique(pages[(pages < 0) | (pages >= len(cache))]).tolist()
+    expect(not strays, "page_table", f"page ids in [0, {len(cache)})", strays)
     rows = cache[pages, :, slots] if layout == "HND" else cache[pages, slots]
     return rows.astype(np.float64)
 
@@ -244,24 +247,25 @@ class Problem:
 
 
 def expect(
-    condition: bool, name: str, expected: str, got: object, error: type[Exception] = ValueError
+    condition: bool,
+    name: str,
+    expected: str,
+    got: object,
+    error: type[Exception] = ValueError,
 ) -> None:
     """Raise `error` with the text `name: expected ..., got ...` unless the condition holds."""
     if not condition:
         raise error(f"{name}: expected {expected}, got {got}")
 
 
-def check_array(
-    name: str, array: np.ndarray, shape: tuple[int | None, ...], *, integers: bool = False
-) -> None:
+def check_array(name: str, array: np.ndarray, shape: Shape, *, integers: bool = False) -> None:
     """TypeError unless a float (or an integer) array, ValueError unless of this shape; None: any length."""
     expect(isinstance(array, np.ndarray), name, "a NumPy array", type(array), TypeError)
     if integers:
         expect(array.dtype.kind in "iu", name, "an integer dtype", array.dtype, TypeError)
     else:
         expect(array.dtype in FLOATS, name, f"one of {', '.join(map(str, FLOATS))}", array.dtype, TypeError)
-    matches = len(array.shape) == len(shape) and all(
-        n in (None, m) for n, m in zip(shape, array.shape, strict=True)
-    )
+    same_ndim = array.ndim == len(shape)
+    matches = same_ndim and all(n in (None, m) for n, m in zip(shape, array.shape, strict=True))
     wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
     expect(matches, name, f"shape {wanted}", list(array.shape))

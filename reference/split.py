@@ -9,7 +9,7 @@ Split s keeps `m_s = max s_j`, `l_s = sum exp(s_j - m_s)`, `o_s = sum exp(s_j - 
 
 Every array carries the dtype of its stage, so each elementary operation rounds to it, to nearest even. NumPy
 and ml_dtypes compute +, -, *, / of 16-bit numbers in float32 and round once more, which is harmless because
-24 bits >= 2 * 11 + 2. exp, log and tanh go through float64. Sums are sequential, in ascending order, and round
+24 bits >= 2 * 11 + 2. exp, log and tanh go through float64. Sums are sequential, ascending, and round
 after each addition; no fused multiply-add.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 
 from .dense import Problem, expect, nonfinite_is_legal
 
+State = tuple[np.ndarray, np.ndarray]
 DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -41,7 +42,7 @@ class Precision:
 
     # all inputs are rounded to it; q.k (sum over d), scale, ALiBi, soft cap, m and s - m are computed in it
     scores: str = "float32"
-    # exp(s - m) is rounded to it once; l sums these rounded p, as does acc
+    # exp(s - m) is rounded to it, once; these rounded p enter l as well as acc
     p: str = "float32"
     # v is rounded to it; p * v, acc and l (sums over the tokens), acc / l, and m + log l are computed in it
     accumulator: str = "float32"
@@ -121,9 +122,8 @@ def partial(
         num_splits = max([1, *(len(range(0, n, pages_per_split)) for n in num_pages)])
         ranges = [_equal_ranges(n, pages_per_split, num_splits) for n in num_pages]
     else:
-        raise ValueError(
-            f"num_splits: expected it or pages_per_split, got {num_splits} and {pages_per_split}"
-        )
+        given = f"{num_splits} and {pages_per_split}"
+        raise ValueError(f"num_splits: expected either it or pages_per_split, got {given}")
     batch_size, num_q_heads, head_dim = q.shape
     o_part = np.zeros((batch_size, num_q_heads, num_splits, head_dim), DTYPES[precision.o])
     lse_part = np.full(o_part.shape[:3], -np.inf, DTYPES[precision.lse])
@@ -136,9 +136,7 @@ def partial(
 
 
 @nonfinite_is_legal
-def _states(
-    problem: Problem, b: int, begin: int, end: int, precision: Precision
-) -> tuple[np.ndarray, np.ndarray]:
+def _states(problem: Problem, b: int, begin: int, end: int, precision: Precision) -> State:
     """The states of all query heads of request b over its tokens `[begin, end)`, at least one."""
     q, k, v = problem.q[b], problem.keys(b, begin, end), problem.values(b, begin, end)
     group_size = len(q) // k.shape[1]
@@ -155,7 +153,7 @@ def _states(
             cap = in_scores(problem.softcap)
             s = cap * _apply(np.tanh, s / cap)
         m = np.maximum.reduce(s)
-        p = in_acc(in_p(_apply(np.exp, s - _shift(m))))
+        p = in_acc(in_p(np.exp((s - _shift(m)).astype(np.float64))))
         # A key of score -inf is hidden, not multiplied by zero.
         pv = np.where((s == -np.inf)[:, None], in_acc(0), p[:, None] * in_acc(v_h))
         o, lse = _normalise(_sum(pv, axis=0), _sum(p, axis=0), in_acc(m))
