@@ -224,7 +224,8 @@ class Problem:
             "no empty axis but the first",
             k_cache.shape,
         )
-        expect(num_q_heads % num_kv_heads == 0, "q", f"a multiple of {num_kv_heads} KV heads", num_q_heads)
+        whole_groups = num_q_heads >= 1 and num_q_heads % num_kv_heads == 0
+        expect(whole_groups, "q", f"num_q_heads a multiple of {num_kv_heads} KV heads", num_q_heads)
         check_array("page_table", page_table, (batch_size, None), integers=True)
         check_array("context_lens", context_lens, (batch_size,), integers=True)
         capacity = page_table.shape[1] * page_size
