@@ -155,7 +155,7 @@ def launch_partial(problem: DecodeProblem, o_part: Any, lse_part: Any, pages_per
         p.xp, (p.batch_size, p.num_kv_heads * p.head_chunks, num_splits), THREADS, 4 * shared_floats,
         q=p.q, k_cache=p.k_cache, v_cache=p.v_cache, page_table=p.page_table, context_lens=p.context_lens, o=o_part, lse=lse_part,
         group_size=p.group_size, head_chunks=p.head_chunks, head_dim=p.head_dim, page_size=p.page_size, max_pages=p.max_pages,
-        num_splits=num_splits, pages_per_split=pages_per_split, scale_log2=p.scale_log2, natural=int(p.lse_base == "e"),
+        num_splits=num_splits, pages_per_split=pages_per_split, window=p.window or 0, scale_log2=p.scale_log2, natural=int(p.lse_base == "e"),
         q_batch_stride=q[0], q_head_stride=q[1], k_page_stride=k[0], k_slot_stride=k[1], k_head_stride=k[2],
         v_page_stride=v[0], v_slot_stride=v[1], v_head_stride=v[2], page_table_stride=element_strides(p.page_table)[0],
         context_lens_stride=element_strides(p.context_lens)[0], o_batch_stride=o[0], o_head_stride=o[1], o_split_stride=o[2],

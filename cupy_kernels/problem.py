@@ -33,6 +33,8 @@ class DecodeProblem:
     context_lens: Any  # [batch_size] int32
     sm_scale: float
     lse_base: str
+    # The kernels know windows; the public calls take them once every schedule does.
+    window: int | None = None
 
     @property
     def batch_size(self) -> int:

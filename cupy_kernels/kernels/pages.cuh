@@ -25,3 +25,9 @@ __device__ __forceinline__ Range split_tokens(int length, int page_size, int spl
     const long long begin = split * pps * page_size, end = begin + pps * page_size;
     return {(int)min(begin, (long long)length), (int)min(end, (long long)length)};
 }
+
+// What a window of `window` keys, the newest one included, leaves of these tokens; 0 is no window.
+__device__ __forceinline__ Range visible_tokens(Range tokens, int length, int window) {
+    const int first = window > 0 ? max(0, length - window) : 0;
+    return {max(tokens.begin, first), max(tokens.end, first)};
+}

@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) partial(
     int max_pages,
     int num_splits,
     int pages_per_split,                   // 0: ceil(pages / num_splits)
+    int window,                            // keys [length - window, length) are visible; 0: all
     float scale_log2,                      // sm_scale * log2(e)
     int natural,                           // lse in natural logarithms, or else in base 2
     long long q_batch_stride,              // all strides in elements
@@ -94,7 +95,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) partial(
 
     const PagedRow pages = {page_table + request * page_table_stride, page_size};
     const int length = covered_length(context_lens[request * context_lens_stride], max_pages, page_size);
-    const Range tokens = split_tokens(length, page_size, split, num_splits, pages_per_split);
+    const Range tokens = visible_tokens(
+        split_tokens(length, page_size, split, num_splits, pages_per_split), length, window);
 
     for (int first = tokens.begin; first < tokens.end; first += TILE) {
         __syncthreads();
