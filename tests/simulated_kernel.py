@@ -1,0 +1,154 @@
+"""A split decode kernel in NumPy float32 that does what an `Arithmetic` says, with functions as bad as documented."""
+
+import numpy as np
+
+from verify.arithmetic import DTYPES, UNIT
+
+F32 = np.float32
+LN2 = np.log(2)
+
+
+def fma(a, b, c):
+    """One rounding: the product of two float32 is exact in float64."""
+    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(F32)
+
+
+def truncate(x, exponent):
+    """x cut toward zero to a multiple of 2^exponent."""
+    return np.ldexp(np.trunc(np.ldexp(x, -exponent)), exponent)
+
+
+def block_fma(c, products, extra_bits):
+    """Tensor core: terms `products [block, ...]` and c aligned to the largest, truncated, result toward zero."""
+    terms = np.concatenate([np.float64(c)[None], products])
+    largest = np.abs(terms).max(0)
+    top = np.frexp(np.where(largest == 0, 1, largest))[1] - 1
+    total = truncate(terms, top - 23 - extra_bits).sum(0)
+    exponent = np.frexp(np.where(total == 0, 1, total))[1] - 1
+    return truncate(total, exponent - 23).astype(F32)
+
+
+class Kernel:
+    """`run(q, k, v, scale, order)` for the heads of one KV head. `wobble(shape)` gives errors in [-1, 1] of ex2 and
+    lg2, in units of what is documented."""
+
+    def __init__(self, arithmetic, wobble):
+        self.a, self.wobble = arithmetic, wobble
+
+    def ex2(self, x):
+        exact = np.exp2(np.float64(x))
+        y = exact.astype(F32)
+        y = (y + np.trunc(2.999 * self.wobble(y.shape)) * np.spacing(y)).astype(F32)
+        y = np.where(x == 0, F32(1), y)
+        return np.where(exact < 2.0**-126, F32(0), y)
+
+    def lg2(self, x):
+        exact = np.log2(np.float64(x))
+        return (exact + self.a.lg2 / 4 * 2.0**-22 * 0.7 * np.maximum(1, abs(exact)) * self.wobble(exact.shape)).astype(F32)
+
+    def dot(self, q, k):
+        products = (q[:, None] * np.float64(k)).transpose(2, 0, 1)
+        if self.a.dot == "mma":
+            total = np.zeros(products.shape[1:], F32)
+            for i in range(0, len(products), self.a.mma_products):
+                total = block_fma(total, products[i : i + self.a.mma_products], self.a.mma_extra_bits)
+            return total
+        total = np.zeros(products.shape[1:], F32)
+        for i in range(0, len(products), 8):
+            chunk = np.zeros_like(total)
+            for product in products[i : i + 8]:
+                chunk = (product + chunk).astype(F32)
+            total = total + chunk
+        return total
+
+    def store_p(self, p):
+        """P as it multiplies V, as float64: the parts of a pair are exact in it."""
+        name, _, parts = self.a.p.partition("x")
+        if name == "float32":
+            return np.float64(p)
+        name, parts = self.a.p.rsplit("x", 1) if "x" in self.a.p else (self.a.p, 1)
+        rest, total, shift = np.float64(p) * 2.0**self.a.p_shift, 0.0, 0
+        for _ in range(int(parts)):
+            part = np.ldexp(np.ldexp(rest, shift).astype(DTYPES[name]).astype(np.float64), -shift)
+            total, rest = total + part, rest - part
+            shift += 11 * (name == "float16")
+        return total * 2.0**-self.a.p_shift
+
+    def pv(self, acc, p, v):
+        products = np.moveaxis(p[..., None] * v, 1, 0)
+        block = self.a.mma_products
+        total = np.zeros_like(acc) if self.a.pv.endswith("tile") else acc
+        if self.a.pv.startswith("mma"):
+            for i in range(0, len(products), block):
+                total = block_fma(total, products[i : i + block], self.a.mma_extra_bits)
+        else:
+            for product in products:
+                total = (product + total).astype(F32)
+        return acc + total if self.a.pv.endswith("tile") else total
+
+    def sum_l(self, p):
+        while self.a.l_sum == "tree" and p.shape[1] > 1:
+            p = np.pad(p, [(0, 0), (0, p.shape[1] % 2)])
+            p = (p[:, ::2] + p[:, 1::2]).astype(F32)
+        return np.add.accumulate(p.astype(F32), axis=1)[:, -1]
+
+    def state(self, q, k, v, c, tiles):
+        m = np.full(len(q), -np.inf, F32)
+        l, acc = np.zeros(len(q), F32), np.zeros((len(q), v.shape[1]), F32)
+        for tile in tiles:
+            x = (self.dot(q, k[list(tile)]) * c).astype(F32)
+            old, m = m, np.maximum(m, x.max(1))
+            alpha = self.ex2(old - m)
+            p = self.ex2(x - m[:, None])
+            held = self.store_p(p)
+            acc = self.pv(acc * alpha[:, None], held, np.float64(v[list(tile)]))
+            l = l * alpha + self.sum_l(held if self.a.l_from_p else p)
+        return m, l, acc
+
+    def split(self, q, k, v, c, states):
+        parts = [self.state(q, k, v, c, tiles) for tiles in states]
+        m = np.max([part[0] for part in parts], axis=0)
+        l, acc = F32(0), F32(0)
+        for m_w, l_w, acc_w in parts:
+            alpha = self.ex2(m_w - m) if len(parts) > 1 else np.ones_like(m)
+            l, acc = l + l_w * alpha, acc + acc_w * alpha[:, None]
+        return acc / l[:, None], self.log_sum(np.float64(m) * LN2, l)
+
+    def log_sum(self, m, l):
+        scaled = (self.lg2(l) * F32(LN2)).astype(F32)
+        return (m + np.float64(scaled)).astype(F32)
+
+    def weight(self, x):
+        return self.ex2((x.astype(F32) * F32(1 / LN2)).astype(F32))
+
+    def merge(self, o, lse):
+        count, acc, l = len(o), np.zeros(o[0].shape, F32), np.zeros(lse[0].shape, F32)
+        m = lse.max(0) if self.a.merge == "max_first" else lse[0]
+        for s in range(count):
+            old, m = m, np.maximum(m, lse[s])
+            alpha = self.weight(old - m)
+            w = self.weight(lse[s] - m)
+            acc, l = fma(w[:, None], o[s], acc * alpha[:, None]), l * alpha + w
+        return acc / l[:, None], self.log_sum(m, l)
+
+    def run(self, q, k, v, scale, order):
+        """Output before its last rounding (float32), output, lse, and the stored partials [split, head, ...]."""
+        q, k, v = (np.asarray(x).astype(F32) for x in (q, k, v))
+        c = F32(scale / LN2)
+        states = [self.split(q, k, v, c, split) for split in order if split]
+        o = np.stack([s[0] for s in states])
+        lse = np.stack([s[1] for s in states])
+        if len(order) == 1:
+            return o[0], o[0].astype(DTYPES[self.a.out_dtype]), lse[0], (o, lse)
+        o = o.astype(DTYPES[self.a.partial_dtype])
+        lse = lse.astype(DTYPES[self.a.lse_dtype]).astype(F32)
+        out, total = self.merge(o.astype(F32), lse)
+        return out, out.astype(DTYPES[self.a.out_dtype]), total, (o, lse)
+
+
+def random_wobble(rng):
+    """Errors anywhere in [-1, 1]."""
+    return lambda shape: rng.uniform(-1, 1, shape)
+
+
+assert UNIT["float32"] == 2.0**-24

@@ -1,0 +1,200 @@
+"""Running maxima and running sums of a kernel's order: what its accumulators hold, and how far they round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from .arithmetic import U32, Arithmetic, Order
+
+# Elements of one temporary array of prefixes.
+CHUNK = 1 << 21
+
+
+@dataclass(frozen=True)
+class Running:
+    """The running maximum in exact arithmetic; every array is spread to tokens `[group_size, context_len]`."""
+
+    # after the token's tile
+    tokens: np.ndarray
+    # at the end of the token's running state, and the maximum over the states of its split
+    state_final: np.ndarray
+    split_final: np.ndarray
+    # rescales that the token's contribution goes through after its tile, those within the noise included
+    later_changes: np.ndarray
+    # whether the token is the maximum beyond the noise, so that its weight is ex2(0) = 1 exactly
+    sure_maximum: np.ndarray
+    # per tile [group_size, tiles]: whether it rescales what came before it, and by how much the maximum rose
+    changes: np.ndarray
+    rise: np.ndarray
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An order as arrays. Tokens are numbered in the kernel's order; `tokens` leads back to their positions."""
+
+    tokens: np.ndarray
+    # first token of each tile, and the number of tokens
+    tile_edges: np.ndarray
+    # (first tile, end tile) of each running state
+    states: list[tuple[int, int]]
+    # first token, and first running state, of each split
+    split_starts: np.ndarray
+    split_states: np.ndarray
+    # largest number of tokens of a tile, tiles of a state, tokens of a state, states of a split
+    longest_tile: int
+    most_tiles: int
+    most_tokens: int
+    most_states: int
+
+    @staticmethod
+    def of(order: Order, context_len: int) -> Layout:
+        """ValueError unless the order covers every token of the context exactly once, without empty parts."""
+        states = [state for split in order for state in split]
+        tiles = [tile for state in states for tile in state]
+        tokens = np.concatenate([np.asarray(tile, dtype=np.int64) for tile in tiles] or [np.zeros(0, np.int64)])
+        if not np.array_equal(np.sort(tokens), np.arange(context_len)) or not all(map(len, [*states, *tiles])):
+            raise ValueError(f"order: expected every token in [0, {context_len}) once, got {order}")
+        tile_edges = np.cumsum([0, *map(len, tiles)])
+        state_edges = np.cumsum([0, *map(len, states)])
+        split_states = np.cumsum([0, *map(len, order)])
+        return Layout(
+            tokens=tokens,
+            tile_edges=tile_edges,
+            states=list(pairwise(state_edges.tolist())),
+            split_starts=tile_edges[state_edges[split_states[:-1]]],
+            split_states=split_states[:-1],
+            longest_tile=max(map(len, tiles), default=0),
+            most_tiles=max(map(len, states), default=0),
+            most_tokens=max((sum(map(len, state)) for state in states), default=0),
+            most_states=max(map(len, order), default=0),
+        )
+
+    def running_maximum(self, scores: np.ndarray, noise: np.ndarray) -> Running:
+        """`scores [group_size, context_len]`; maxima closer than `noise [group_size]` may come out swapped."""
+        noise = noise[:, None]
+        sizes = np.diff(self.tile_edges)
+        spread = lambda per_tile: np.repeat(per_tile, sizes, axis=1)
+        own = np.maximum.reduceat(scores, self.tile_edges[:-1], axis=1)
+        after, before, final = own.copy(), np.full_like(own, -np.inf), np.empty_like(own)
+        per_state = np.empty((len(scores), len(self.states)))
+        for i, (a, b) in enumerate(self.states):
+            np.maximum.accumulate(own[:, a:b], axis=1, out=after[:, a:b])
+            before[:, a + 1 : b] = after[:, a : b - 1]
+            final[:, a:b] = per_state[:, i : i + 1] = after[:, b - 1 : b]
+        started = before > -np.inf
+        changes = started & (own > before - noise)
+        later = np.zeros(own.shape)
+        for a, b in self.states:
+            later[:, a : b - 1] = np.cumsum(changes[:, b - 1 : a : -1], axis=1)[:, ::-1]
+        per_split = np.maximum.reduceat(per_state, self.split_states, axis=1)
+        tokens_of_split = np.diff([*self.split_starts, len(self.tokens)])
+        near = scores > spread(after) - noise
+        alone = np.add.reduceat(near, self.tile_edges[:-1], axis=1, dtype=np.int64) == 1
+        return Running(
+            tokens=spread(after),
+            state_final=spread(final),
+            split_final=np.repeat(per_split, tokens_of_split, axis=1),
+            later_changes=spread(later),
+            sure_maximum=near & spread(alone & (before < after - noise)),
+            changes=changes,
+            rise=np.where(changes & started, np.maximum(after - before, 0), 0),
+        )
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """Error of acc, relative to the whole weighted sum, per `[group_size, head_dim]`."""
+
+    # never exceeded
+    bound: np.ndarray
+    # variance of the part that is as good as independent, the shared exponentials of rescales included
+    variance: np.ndarray
+    # size of the part that leans to one side: truncation
+    bias: np.ndarray
+
+
+def accumulate(a: Arithmetic, pi: np.ndarray, v: np.ndarray, out: np.ndarray, layout: Layout, running: Running) -> Accumulated:
+    """Error of `acc = sum pi_j v_j` in the order of `layout`, from the exact prefixes.
+
+    `pi [group_size, context_len]` and `v [context_len, head_dim]` are in the kernel's order. A float32 addition
+    rounds by u |prefix|; a block FMA by `mma_result |prefix| + mma_align max(|prefix before|, max |p v|)`. No sum
+    does worse than (operations on the longest path) u sum |p v|, in whatever order.
+    """
+    bound, variance, bias = np.zeros_like(out), np.zeros_like(out), np.zeros_like(out)
+    step = a.mma_result + a.mma_align
+    blocks_of = lambda tokens: -(-tokens // a.mma_products)
+    for tiles, tokens, before, within in _prefixes(pi, v, layout):
+        edges = layout.tile_edges[tiles.start : tiles.stop + 1] - tokens.start
+        sizes, ends = np.diff(edges), edges[1:] - 1
+        prefix = np.repeat(before, sizes, axis=1) + within
+        tile_ends = prefix[:, ends]
+        changes = running.changes[:, tiles, None]
+        exponential = U32 * (a.ex2 + running.rise[:, tiles, None])
+        weight_before = _weight_before(pi, layout, tiles)
+        centred = before - weight_before * out[:, None]
+        shared = (exponential * centred) ** 2 + U32**2 * (before**2 + (weight_before * out[:, None]) ** 2)
+        variance += np.where(changes, shared, 0).sum(1) / 3
+        if a.pv in ("fma", "fma_tile"):
+            sums = [prefix] if a.pv == "fma" else [within, tile_ends]
+            bound += sum(U32 * np.abs(x).sum(1) for x in sums)
+            variance += sum(U32**2 * (x**2).sum(1) for x in sums) / 3
+        elif a.pv in ("mma", "mma_tile"):
+            products = np.abs(pi[:, tokens, None] * v[tokens])
+            if a.pv == "mma_tile":
+                steps = blocks_of(sizes)[:, None] * step
+                leaning = (steps * np.add.reduceat(products, edges[:-1], axis=1)).sum(1)
+                bound += U32 * np.abs(tile_ends).sum(1)
+                variance += U32**2 * (tile_ends**2).sum(1) / 3
+            else:
+                starts = np.concatenate([np.arange(*edge, a.mma_products) for edge in pairwise(edges)])
+                last = np.append(starts[1:], edges[-1]) - 1
+                largest = np.maximum.reduceat(products, starts, axis=1)
+                held = np.abs(prefix[:, starts - 1])
+                held[:, np.isin(starts, edges)] = np.abs(before)
+                leaning = (a.mma_result * np.abs(prefix[:, last])).sum(1)
+                leaning += (a.mma_align * np.maximum(held, largest)).sum(1)
+            bound += leaning
+            bias += leaning
+    magnitude = pi @ np.abs(v)
+    if a.pv in ("mma", "mma_tile"):
+        blocks = max(blocks_of(np.diff(layout.tile_edges)[first:end]).sum() for first, end in layout.states)
+        return Accumulated(np.minimum(bound, (blocks * step + layout.most_tiles * U32) * magnitude), variance, bias)
+    if a.pv == "any":
+        variance += layout.most_tokens * (U32 * magnitude) ** 2 / 3
+        return Accumulated(layout.most_tokens * U32 * magnitude, variance, bias)
+    depth = layout.most_tokens + layout.most_tiles * (a.pv == "fma_tile")
+    return Accumulated(np.minimum(bound, depth * U32 * magnitude), variance, bias)
+
+
+def _weight_before(pi: np.ndarray, layout: Layout, tiles: slice) -> np.ndarray:
+    """Sum of the weights of a state before each tile, `[group_size, tiles, 1]`."""
+    first = next(a for a, b in layout.states if a <= tiles.start < b)
+    edges = layout.tile_edges[first : tiles.stop + 1]
+    sums = np.add.reduceat(pi[:, edges[0] : edges[-1]], edges[:-1] - edges[0], axis=1)
+    return (np.cumsum(sums, axis=1) - sums)[:, tiles.start - first :, None]
+
+
+def _prefixes(pi: np.ndarray, v: np.ndarray, layout: Layout) -> Iterator[tuple[slice, slice, np.ndarray, np.ndarray]]:
+    """Runs of whole tiles of one running state, at most about CHUNK elements each.
+
+    Yields `tiles, tokens`, what the state's acc holds before each tile `[group_size, tiles, head_dim]`, and the
+    sums from the start of its tile to each token `[group_size, tokens, head_dim]`.
+    """
+    limit = max(1, CHUNK // (len(pi) * v.shape[1]))
+    for first, end in layout.states:
+        held = np.zeros((len(pi), 1, v.shape[1]))
+        while first < end:
+            room = layout.tile_edges[first] + limit
+            stop = min(end, max(first + 1, int(np.searchsorted(layout.tile_edges, room, side="right")) - 1))
+            edges = layout.tile_edges[first : stop + 1]
+            tokens, local = slice(edges[0], edges[-1]), edges - edges[0]
+            prefix = np.cumsum(pi[:, tokens, None] * v[tokens], axis=1)
+            until = np.concatenate([np.zeros_like(held), prefix[:, local[1:] - 1]], axis=1)
+            within = prefix - np.repeat(until[:, :-1], np.diff(local), axis=1)
+            yield slice(first, stop), tokens, held + until[:, :-1], within
+            held = held + until[:, -1:]
+            first = stop
