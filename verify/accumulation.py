@@ -143,22 +143,19 @@ def accumulate(a: Arithmetic, pi: np.ndarray, v: np.ndarray, out: np.ndarray, la
             bound += sum(U32 * np.abs(x).sum(1) for x in sums)
             variance += sum(U32**2 * (x**2).sum(1) for x in sums) / 3
         elif a.pv in ("mma", "mma_tile"):
-            products = np.abs(pi[:, tokens, None] * v[tokens])
-            if a.pv == "mma_tile":
-                steps = blocks_of(sizes)[:, None] * step
-                leaning = (steps * np.add.reduceat(products, edges[:-1], axis=1)).sum(1)
-                bound += U32 * np.abs(tile_ends).sum(1)
-                variance += U32**2 * (tile_ends**2).sum(1) / 3
-            else:
-                starts = np.concatenate([np.arange(*edge, a.mma_products) for edge in pairwise(edges)])
-                last = np.append(starts[1:], edges[-1]) - 1
-                largest = np.maximum.reduceat(products, starts, axis=1)
-                held = np.abs(prefix[:, starts - 1])
-                held[:, np.isin(starts, edges)] = np.abs(before)
-                leaning = (a.mma_result * np.abs(prefix[:, last])).sum(1)
-                leaning += (a.mma_align * np.maximum(held, largest)).sum(1)
+            # Blocks of consecutive tokens, from the start of the tile. What the accumulator holds before and after:
+            held, start = (prefix, before) if a.pv == "mma" else (within, np.zeros_like(before))
+            starts = np.concatenate([np.arange(*edge, a.mma_products) for edge in pairwise(edges)])
+            after = np.abs(held[:, np.append(starts[1:], edges[-1]) - 1])
+            ahead = np.abs(held[:, starts - 1])
+            ahead[:, np.isin(starts, edges)] = np.abs(start)
+            largest = np.maximum.reduceat(np.abs(pi[:, tokens, None] * v[tokens]), starts, axis=1)
+            leaning = (a.mma_result * after + a.mma_align * np.maximum(ahead, largest)).sum(1)
             bound += leaning
             bias += leaning
+            if a.pv == "mma_tile":
+                bound += U32 * np.abs(tile_ends).sum(1)
+                variance += U32**2 * (tile_ends**2).sum(1) / 3
     magnitude = pi @ np.abs(v)
     if a.pv in ("mma", "mma_tile"):
         blocks = max(blocks_of(np.diff(layout.tile_edges)[first:end]).sum() for first, end in layout.states)

@@ -133,14 +133,16 @@ def _assemble(head: HeadTerms, arithmetic: Arithmetic, layout: Layout) -> Budget
     # Errors of errors: one u per operation on the longest path, and the roundings of what is already off.
     operations = len(head.v) + layout.most_tiles + len(layout.split_starts)
     roundings = (1 + 2 * operations * U32) * (1 + UNIT[arithmetic.partial_dtype])
-    factor = roundings / np.where(relative < 1, 1 - relative, 0)
+    # From 1 on, the weights may be anything, and so may the output.
+    factor = np.where(relative >= 1, np.inf, roundings / np.abs(1 - relative))
     zero = np.zeros_like(head.out)
-    terms = np.stack([head.terms.get(name, zero) for name in SOURCES], axis=-1) * factor[:, None, None]
+    terms = np.stack([head.terms.get(name, zero) for name in SOURCES], axis=-1)
+    terms = np.where(np.isinf(factor)[:, None, None], np.inf, terms * factor[:, None, None])
     # |computed| <= |out| + bound: the rounding of the error is charged to its sources.
     terms *= 1 + UNIT[arithmetic.out_dtype]
     terms[..., -1] = rounding(head.out, arithmetic.out_dtype)
     lse_terms = np.stack([head.lse_terms.get(name, zero[:, 0]) for name in SOURCES], axis=-1)
-    lse_terms = lse_terms * factor[:, None]
+    lse_terms = np.where(np.isinf(factor)[:, None], np.inf, lse_terms * factor[:, None])
     lse_terms[..., -1] = U32 * np.abs(head.lse)
     # Rounding has variance ulp^2 / 12.
     sigma = np.sqrt(head.variance + head.stored / 12)

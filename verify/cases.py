@@ -1,19 +1,19 @@
-"""Cases: what is run through reference and kernels, and the arrays a case stands for."""
+"""Cases: what is run through reference and kernels, in named lists."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from . import family_list  # noqa: F401  registers the families
 from .arithmetic import DTYPES
-from .families import FAMILIES, Shape
-from .inputs import Inputs, default_scale
+from .build import POISON, build
+from .families import FAMILIES
 
-POISON = {"nan": np.nan, "inf": np.inf, "large": 3e4, "zero": 0.0}
-ABSURD_PAGES = np.array([-1, 2**31 - 1], np.int32)
+__all__ = ["LISTS", "Case", "build", "edge", "smoke", "sweep"]
+
+FINITE = [name for name, family in FAMILIES.items() if not family.nonfinite]
+NON_FINITE = [name for name, family in FAMILIES.items() if family.nonfinite]
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,92 +102,95 @@ class Case:
         }
 
 
-def build(case: Case) -> Inputs:
-    """The arrays of a case: pages scattered over a pool larger than needed, poison in all that must not be read.
-
-    Poison fills unused slots of last pages, unused pages and the gaps of strided memory; table entries past the
-    last page are -1 and INT_MAX in turn.
-    """
-    rng = np.random.default_rng((case.seed, 1))
-    scale = default_scale(case.head_dim, case.sm_scale)
-    lens = np.array(case.context_lens, np.int32)
-    counts = -(-lens // case.page_size)
-    used = int(counts.sum())
-    k_cache, v_cache, q = _memory(case, used + used // 4 + 3)
-    ids = _page_ids(case, rng, used, len(k_cache))
-
-    table = np.resize(ABSURD_PAGES, (len(lens), int(counts.max(initial=0)) + 2)).astype(np.int32)
-    starts = np.cumsum([0, *counts])
-    for b, count in enumerate(counts):
-        table[b, :count] = ids[starts[b] : starts[b + 1]]
-        if case.pages == "shared" and b:
-            common = min(count, counts[0]) // 2
-            table[b, :common] = table[0, :common]
-    exact = np.full(q.shape, np.nan)
-    for b in reversed(range(len(lens))):
-        for kv_head in range(case.num_kv_heads):
-            _fill_head(case, scale, b, kv_head, (q, k_cache, v_cache, table, exact))
-    promised = FAMILIES[case.family].exact is not None and case.pages != "shared"
-    return Inputs(
-        q, k_cache, v_cache, table, lens, scale, case.layout,
-        exact=exact if promised else None,
-        exact_in_16_bits_only=FAMILIES[case.family].exact_in_16_bits_only,
-    )  # fmt: skip
+# Seconds on the CPU stand-in: one case of each kind.
+smoke = [
+    Case("smoke-ragged", context_lens=(0, 37, 1000), page_size=16),
+    Case("smoke-unsplit", context_lens=(200, 33), num_splits=1),
+    Case("smoke-fixed", context_lens=(130, 5), schedule="fixed", pages_per_split=3),
+    Case("smoke-bf16", dtype="bfloat16", context_lens=(90, 17), head_dim=128),
+    Case("smoke-fp32", dtype="float32", context_lens=(90, 17), layout="HND"),
+    Case("smoke-g7", num_q_heads=14, context_lens=(77,), page_size=4),
+    Case("smoke-large", family="large", context_lens=(150, 64)),
+    Case("smoke-offset", family="offset_minus", context_lens=(150, 64), head_dim=128),
+    Case("smoke-flip", family="split_flip", context_lens=(256, 128), head_dim=128),
+    Case("smoke-gqa", family="gqa_id", num_q_heads=8, num_kv_heads=4, context_lens=(60, 1)),
+    Case("smoke-needle", family="needle_last", context_lens=(127, 129)),
+    Case("smoke-nan", family="nan_k", context_lens=(48, 20)),
+]
 
 
-def _memory(case: Case, pool_pages: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """K and V full of poison and q full of NaN, as views of the memory that the case names."""
-    dtype, d = DTYPES[case.dtype], case.head_dim
-    poison = np.float64(POISON[case.poison]).astype(dtype)
-    axes = (case.page_size, case.num_kv_heads) if case.layout == "NHD" else (case.num_kv_heads, case.page_size)
-    shape = (pool_pages, *axes)
-    q_shape = (len(case.context_lens), case.num_q_heads, d)
-    q = np.full(q_shape, np.nan, dtype)
-    if case.memory == "interleaved":
-        both = np.full((*shape, 2, d), poison, dtype)
-        return both[..., 0, :], both[..., 1, :], q
-    if case.memory == "stacked":
-        both = np.full((pool_pages, 2, *axes, d), poison, dtype)
-        return both[:, 0], both[:, 1], q
-    if case.memory == "padded":
-        k, v = (np.full((*shape, d + pad), poison, dtype)[..., :d] for pad in (8, 16))
-        return k, v, np.full((q_shape[0], q_shape[1] + 1, d + 8), np.nan, dtype)[:, :-1, :d]
-    return np.full((*shape, d), poison, dtype), np.full((*shape, d), poison, dtype), q
+def _edge() -> list[Case]:
+    """Shapes and values that gave a wrong answer somewhere, each kind by a few of its members, all small."""
+    cases = [
+        # Empty requests and splits, in every place of a batch.
+        *(Case(f"empty-{'-'.join(map(str, lens))}", context_lens=lens) for lens in [(0,), (0, 9), (9, 0), (1, 3), (0, 0)]),
+        Case("empty-batch", context_lens=()),
+        Case("empty-hidden-max", family="neg_1e5", context_lens=(5, 0, 40)),
+        Case("empty-neighbours", family="offset_minus", context_lens=(0, 70, 0)),
+        # Around a page, and around the page that all splits have in common.
+        Case("lengths-page-16", context_lens=(15, 16, 17, 63, 64, 65)),
+        Case("lengths-page-4", context_lens=(3, 4, 5, 11, 12, 13), page_size=4, num_splits=3),
+        Case("lengths-fixed", context_lens=(0, 1, 31, 32, 33, 96), schedule="fixed", pages_per_split=2),
+        Case("lengths-mixed", context_lens=(32, 64, 96, 48), page_size=32, family="ramp_up"),
+    ]
+    # Everything that must not be read, by what it holds.
+    for poison in ("nan", "inf", "large", "zero"):
+        cases += [
+            Case(f"poison-{poison}", context_lens=(13, 1, 0, 3), page_size=4, poison=poison),
+            Case(f"poison-{poison}-fp32", context_lens=(13, 50), poison=poison, dtype="float32", num_splits=1),
+        ]
+    for page_size in (1, 2, 4, 8, 32, 48, 64, 96, 256):
+        cases.append(Case(f"page-{page_size}", page_size=page_size, context_lens=(page_size, 97, page_size + 1), num_splits=3))
+    for pages in ("ordered", "reversed", "shared"):
+        cases.append(Case(f"pages-{pages}", pages=pages, context_lens=(70, 64, 100)))
+    # More splits than pages, and numbers that divide nothing.
+    for num_splits in (1, 2, 3, 7, 33, 200):
+        cases.append(Case(f"splits-{num_splits}", num_splits=num_splits, context_lens=(100, 5, 0)))
+    for num_q_heads, num_kv_heads in [
+        (1, 1), (2, 2), (4, 2), (3, 1), (8, 2), (5, 1), (6, 1), (28, 4), (8, 1), (12, 1), (24, 24), (16, 1), (17, 1), (32, 1), (128, 2),
+    ]:  # fmt: skip
+        cases.append(
+            Case(
+                f"heads-{num_q_heads}-{num_kv_heads}", num_q_heads=num_q_heads, num_kv_heads=num_kv_heads,
+                context_lens=(40, 7), head_dim=32, num_splits=2,
+            )
+        )  # fmt: skip
+    for head_dim in (8, 32, 80, 96, 128, 192, 256):
+        cases.append(Case(f"dim-{head_dim}", head_dim=head_dim, context_lens=(50, 33), num_splits=2))
+    for memory in ("interleaved", "stacked", "padded"):
+        for layout in ("NHD", "HND"):
+            cases.append(Case(f"memory-{memory}-{layout}", memory=memory, layout=layout, context_lens=(45, 20)))
+    for dtype in ("float16", "bfloat16", "float32"):
+        cases.append(Case(f"dtype-{dtype}-HND", dtype=dtype, layout="HND", context_lens=(75, 16), head_dim=128))
+        for partial_dtype in ("float16", "bfloat16"):
+            cases.append(
+                Case(f"partial-{dtype}-{partial_dtype}", dtype=dtype, partial_dtype=partial_dtype, context_lens=(75, 16))
+            )
+    for out_dtype in ("float32", "bfloat16"):
+        cases.append(Case(f"out-{out_dtype}", out_dtype=out_dtype, context_lens=(75, 16)))
+    for sm_scale in (1.0, 1e-4, 2.0):
+        cases.append(Case(f"scale-{sm_scale:g}", sm_scale=sm_scale, context_lens=(75, 16), head_dim=128))
+    cases += [Case(f"edge-{name}", family=name, context_lens=(45, 96, 0), head_dim=128) for name in [*FINITE, *NON_FINITE]]
+    cases += [Case(f"edge-{name}-fp32", family=name, context_lens=(45, 0), dtype="float32") for name in NON_FINITE]
+    return cases
 
 
-def _page_ids(case: Case, rng: np.random.Generator, used: int, pool_pages: int) -> np.ndarray:
-    if case.pages in ("ordered", "reversed"):
-        ids = np.arange(used)
-        return ids[::-1] if case.pages == "reversed" else ids
-    return rng.permutation(pool_pages)[:used]
+def _sweep() -> list[Case]:
+    """Splits x context x family."""
+    cases = [
+        Case(f"sweep-{name}-{context}-{num_splits}", family=name, context_lens=(context,), num_splits=num_splits, head_dim=128)
+        for name in FINITE
+        for context in (256, 1024)
+        for num_splits in (1, 8)
+    ]
+    long = ("normal", "offset_plus", "ramp_up", "sink_first", "pos_v", "split_flip", "split_flip_off", "cancel")
+    cases += [
+        Case(f"sweep-{name}-4096-{num_splits}", family=name, context_lens=(4096,), num_splits=num_splits, dtype=dtype)
+        for name, dtype in zip(long, ["float16", "bfloat16"] * 4, strict=True)
+        for num_splits in (1, 4, 16, 64)
+    ]
+    return cases
 
 
-def _fill_head(case: Case, scale: float, b: int, kv_head: int, arrays: tuple[np.ndarray, ...]) -> None:
-    """q, K, V and the exact output of one request and KV head, into place."""
-    q, k_cache, v_cache, table, exact = arrays
-    length, group = case.context_lens[b], slice(kv_head * case.group_size, (kv_head + 1) * case.group_size)
-    pages = -(-length // case.page_size)
-    per_split = case.pages_per_split if case.schedule == "fixed" else -(-pages // (case.num_splits or 4))
-    shape = Shape(
-        context_len=max(1, length),
-        group_size=case.group_size,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        sm_scale=scale,
-        tokens_per_split=(per_split or 1) * case.page_size,
-        page_size=case.page_size,
-        kv_head=kv_head,
-    )
-    family = FAMILIES[case.family]
-    q[b, group], k, v = family.draw((case.seed, b, kv_head), shape)
-    if length == 0:
-        return
-    if family.exact is not None:
-        exact[b, group] = family.exact(shape, q[b, group], k, v)
-    tokens = np.arange(length)
-    page, slot = table[b, tokens // case.page_size], tokens % case.page_size
-    for cache, rows in ((k_cache, k), (v_cache, v)):
-        if case.layout == "NHD":
-            cache[page, slot, kv_head] = rows
-        else:
-            cache[page, kv_head, slot] = rows
+edge, sweep = _edge(), _sweep()
+LISTS = {"smoke": smoke, "edge": edge, "sweep": sweep}

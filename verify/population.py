@@ -22,10 +22,10 @@ class Population:
         used = np.isfinite(want) & np.isfinite(ideal) & np.isfinite(got) & ~np.isneginf(budget.lse)[..., None]
         self.used, self.rows = used, int(used.any(-1).sum())
         self.spacing = ulp(want[used], a.out_dtype)
-        self.error, self.sign = (got - want)[used], np.sign(want[used])
-        self.rounding_error = (ideal - want)[used]
+        self.error, self.sign = got[used] - want[used], np.sign(want[used])
+        self.rounding_error = ideal[used] - want[used]
         self.inexact = got[used] != ideal[used]
-        self.far = np.abs((got - ideal)[used]) > self.spacing * (1 + 1e-12)
+        self.far = np.abs(got[used] - ideal[used]) > self.spacing * (1 + 1e-12)
         # A few large elements rule an RMS: count the elements that carry it.
         squares = self.spacing**2
         self.count = float(squares.sum() ** 2 / (squares**2).sum()) if squares.size and np.isfinite(squares).all() else 0
