@@ -15,6 +15,18 @@ __device__ __forceinline__ uint4 load_streaming(const void* address) {
     return r;
 }
 
+// The same for pieces of 8 and 4 bytes, aligned to their size.
+__device__ __forceinline__ uint2 load_streaming_8(const void* address) {
+    uint2 r;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(address));
+    return r;
+}
+__device__ __forceinline__ unsigned load_streaming_4(const void* address) {
+    unsigned r;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(r) : "l"(address));
+    return r;
+}
+
 // D += A B on a warp: A 16x16 (rows), B 16x8 (columns), 16-bit; D 16x8 float32. With g = lane / 4, t = lane % 4:
 //   a[0] = A[g][2t..2t+1], a[1] = A[g+8][2t..], a[2] = A[g][2t+8..], a[3] = A[g+8][2t+8..]
 //   b[0] = B[2t..2t+1][g], b[1] = B[2t+8..][g];  d[0..1] = D[g][2t..2t+1], d[2..3] = D[g+8][2t..]

@@ -47,4 +47,23 @@ struct Softmax {
     __device__ float natural_lse() const {
         return empty() ? NEG_INF : fmaf(m, LN2_HI, fmaf(m, LN2_LO, log2f(l) * LN2_HI));
     }
+
+    // For tensor cores: x is a bare dot product, log2_per_unit its scale, and states meet before they are divided by l.
+
+    // log2 of the weight x would have. Not below any limit while there is no maximum: +inf, or NaN where x is -inf or NaN too.
+    __device__ float excess(float x) const { return (x - m) * log2_per_unit; }
+
+    // Takes in an undivided state (m_x, l_x), whose m_x an earlier raise() has covered; its accumulator is to be multiplied by the
+    // result. An empty one weighs 0; one that holds a NaN keeps it, as 0 * NaN is NaN.
+    __device__ float take(float m_x, float l_x) {
+        const float w = weight(m_x);
+        l = fmaf(w, l_x, l);
+        return w;
+    }
+
+    // The log-sum-exp of x * log2_per_unit in base 2, or natural. m * log2_per_unit is an exact pair of floats on the way.
+    __device__ float scaled_lse(bool natural) const {
+        const float high = m * log2_per_unit, low = fmaf(m, log2_per_unit, -high) + log2f(l);
+        return empty() ? NEG_INF : natural ? fmaf(high, LN2_HI, fmaf(high, LN2_LO, low * LN2_HI)) : high + low;
+    }
 };

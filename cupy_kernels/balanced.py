@@ -1,0 +1,188 @@
+"""schedule="balanced": which calls the tensor-core kernel takes, its constants, its workspace, its launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import jit
+from .arrays import data_pointer, element_strides
+from .problem import DecodeProblem
+
+DTYPES = ("float16", "bfloat16")
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+TILE = 16
+N_TILE = 8  # query heads of one MMA
+# Counts of units are int32 on the device; shares round up.
+MAX_UNITS = 2**30
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a block is made. It decides speed and the bits, not the result."""
+
+    warps: int = 8
+    kv_heads: int = 1  # KV heads of one block; its warps are dealt out to them
+    blocks_per_sm: int = 1
+    min_tiles: int = 1  # of 16 tokens, for each warp: below that a batch is cut into fewer shares
+
+
+def max_chunk_heads(head_dim: int) -> int:
+    """Query heads of one KV head that a block takes: what the registers hold."""
+    return 2 * N_TILE if head_dim <= 128 else N_TILE
+
+
+def default_config(head_dim: int, group_size: int, num_kv_heads: int) -> Config:
+    """The configuration that was fastest where it was measured (bench/NOTES.md)."""
+    if head_dim <= 64:
+        return Config(warps=4, blocks_per_sm=4 if chunk_heads(head_dim, group_size) <= N_TILE else 2)
+    return Config()
+
+
+def chunks(head_dim: int, group_size: int) -> int:
+    """Blocks that share the query heads of one KV head."""
+    return math.ceil(group_size / max_chunk_heads(head_dim))
+
+
+def chunk_heads(head_dim: int, group_size: int) -> int:
+    """Query heads of the largest chunk; all are as even as they can be."""
+    return math.ceil(group_size / chunks(head_dim, group_size))
+
+
+def p_parts(dtype: str, out_dtype: str) -> int:
+    """16-bit numbers that hold one p: two float16 hold 22 bits, two bfloat16 16 bits, three 24."""
+    return 3 if dtype == "bfloat16" and out_dtype == "float32" else 2
+
+
+def constants(dtype: str, out_dtype: str, head_dim: int, group_size: int, page_size: int, config: Config) -> dict[str, Any]:
+    """The `-D` constants of kernels/balanced.cu."""
+    return {
+        "KV": dtype, "OUT": out_dtype, "HEAD_DIM": head_dim, "N_TILES": math.ceil(chunk_heads(head_dim, group_size) / N_TILE),
+        "P_PARTS": p_parts(dtype, out_dtype), "WHOLE_TILES": int(page_size % TILE == 0), "WARPS": config.warps,
+        "KV_HEADS": config.kv_heads, "BLOCKS_PER_SM": config.blocks_per_sm,
+    }  # fmt: skip
+
+
+def specialisations() -> Iterator[dict[str, Any]]:
+    """The constants of every kernel that `default_config` can ask for, one page size of each kind."""
+    for head_dim in HEAD_DIMS:
+        for group_size in (1, 16) if max_chunk_heads(head_dim) > N_TILE else (1,):
+            for num_kv_heads in (1, 8):
+                config = default_config(head_dim, group_size, num_kv_heads)
+                for dtype in DTYPES:
+                    for out_dtype in (dtype, "float32"):
+                        for page_size in (1, TILE):
+                            yield constants(dtype, out_dtype, head_dim, group_size, page_size, config)
+
+
+def unit_tokens(page_size: int) -> int:
+    """Shares are cut in these: the least multiple of a page that fills a tile."""
+    return math.ceil(TILE / page_size) * page_size
+
+
+def refusal(problem: DecodeProblem) -> str | None:
+    """Why the tensor-core kernel can't take this call, or None if it can. Nothing is read from the device."""
+    p = problem
+    if p.dtype not in DTYPES:
+        return f"float16 or bfloat16, got {p.dtype}"
+    if p.head_dim not in HEAD_DIMS:
+        return f"a head_dim of {', '.join(map(str, HEAD_DIMS))}, got {p.head_dim}"
+    if p.window is not None:
+        return "no window"
+    for name, array in (("q", p.q), ("k_cache", p.k_cache), ("v_cache", p.v_cache)):
+        strides = element_strides(array)
+        # A row that is never followed by another may lie anywhere.
+        used = [stride for stride, size in zip(strides[:-1], array.shape[:-1], strict=True) if size > 1]
+        if data_pointer(array) % 16 or any(stride % 8 for stride in used):
+            return f"rows of {name} aligned to 16 bytes"
+        if array is not p.q and strides[1] * p.page_size >= 2**31:
+            return f"a page of {name} to span less than 2^31 elements"
+    if p.batch_size * math.ceil(p.max_pages * p.page_size / unit_tokens(p.page_size)) > MAX_UNITS:
+        return f"at most {MAX_UNITS} tiles of table"
+    return None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The fixed grid of a launch, and the workspace it needs."""
+
+    config: Config
+    shares: int  # equal parts of all tokens
+    columns: int  # blocks of one share: KV heads by chunks of query heads
+    block_heads: int  # query heads of a block
+    batch_size: int
+    head_dim: int
+
+    @property
+    def blocks(self) -> int:
+        return self.shares * self.columns
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: `Exchange.rows` of kernels/stream.cuh."""
+        heads = self.block_heads // self.config.kv_heads
+        return 16 * max(self.config.warps * heads * (self.head_dim // 4 + 1), 32 * self.config.warps)
+
+
+def plan_grid(
+    *, batch_size: int, num_kv_heads: int, group_size: int, head_dim: int, num_sms: int, config: Config | None = None
+) -> Grid:
+    """As many blocks as the device holds at once, in whole shares. It does not depend on the lengths."""
+    config = config or default_config(head_dim, group_size, num_kv_heads)
+    if num_kv_heads % config.kv_heads:
+        raise ValueError(f"num_kv_heads: expected a multiple of {config.kv_heads}, got {num_kv_heads}")
+    columns = num_kv_heads // config.kv_heads * chunks(head_dim, group_size)
+    shares = max(1, num_sms * config.blocks_per_sm // columns)
+    heads = config.kv_heads * chunk_heads(head_dim, group_size)
+    return Grid(config, shares, columns, heads, batch_size, head_dim)
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """What the blocks of a launch leave for each other. Launches that may overlap need one each.
+
+    The pieces need no initial values. The counters are zeros before each launch and after it.
+    """
+
+    o_pieces: Any  # [shares, columns, 2, block_heads, head_dim] float32
+    sum_pieces: Any  # [shares, columns, 2, block_heads, 2] float32
+    counters: Any  # [batch_size, columns] uint32
+
+    @classmethod
+    def of(cls, xp: ModuleType, grid: Grid) -> Workspace:
+        """A new one, on the current device."""
+        rows = (grid.shares, grid.columns, 2, grid.block_heads)
+        return cls(
+            xp.empty((*rows, grid.head_dim), np.float32), xp.empty((*rows, 2), np.float32),
+            xp.zeros((grid.batch_size, grid.columns), np.uint32),
+        )  # fmt: skip
+
+
+def launch_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, workspace: Workspace) -> None:
+    """One launch: out [batch_size, num_q_heads, head_dim] and lse [batch_size, num_q_heads] by their strides.
+
+    The problem is one that `refusal` does not refuse, the grid is planned for its sizes.
+    """
+    p = problem
+    q, k, v, o = map(element_strides, (p.q, p.k_cache, p.v_cache, out))
+    lse_strides, unit = element_strides(lse), unit_tokens(p.page_size)
+    values = constants(p.dtype, str(out.dtype), p.head_dim, p.group_size, p.page_size, grid.config)
+    slots = grid.config.warps // grid.config.kv_heads
+    jit.kernel("balanced.cu", "balanced", **values)(
+        p.xp, (grid.blocks, 1, 1), 32 * grid.config.warps, grid.shared_bytes,
+        q=p.q, k_cache=p.k_cache, v_cache=p.v_cache, page_table=p.page_table, context_lens=p.context_lens, o=out, lse=lse,
+        o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, counters=workspace.counters, batch_size=p.batch_size,
+        shares=grid.shares, columns=grid.columns, group_size=p.group_size, head_chunks=chunks(p.head_dim, p.group_size),
+        page_size=p.page_size, max_pages=p.max_pages, unit_tokens=unit,
+        min_units=math.ceil(grid.config.min_tiles * slots * TILE / unit), scale_log2=p.scale_log2 if abs(p.scale_log2) > 1e-30 else 1e-30,
+        natural=int(p.lse_base == "e"),
+        q_batch_stride=q[0], q_head_stride=q[1], k_page_stride=k[0], k_slot_stride=k[1], k_head_stride=k[2],
+        v_page_stride=v[0], v_slot_stride=v[1], v_head_stride=v[2], page_table_stride=element_strides(p.page_table)[0],
+        context_lens_stride=element_strides(p.context_lens)[0], o_batch_stride=o[0], o_head_stride=o[1],
+        lse_batch_stride=lse_strides[0], lse_head_stride=lse_strides[1],
+    )  # fmt: skip

@@ -1,0 +1,168 @@
+// Decode in one launch: the tokens of all requests, laid end to end, are cut into equal shares; one block computes one share for
+// KV_HEADS KV heads and writes o where a request is its own, or a piece of a state; the last to finish a request merges its pieces.
+//
+// grid.x = shares * columns, columns = num_kv_heads / KV_HEADS * head_chunks: the blocks of one share lie side by side and read the
+// same pages at about the same time. 32 WARPS threads.
+// The cut is computed here, from context_lens, in units of whole pages: no plan on the host, and a captured graph serves any lengths.
+// Bits do not depend on which block comes last: pieces are merged in the order of the shares.
+//
+// Constants: KV (q, K, V), OUT (o), HEAD_DIM, N_TILES, P_PARTS, WHOLE_TILES, WARPS, KV_HEADS, BLOCKS_PER_SM.
+#include "stream.cuh"
+#include "cut.cuh"
+
+// Where the pieces of unfinished requests lie. A block leaves at most two: of the request its share begins in, and of the one it
+// ends in.
+struct Workspace {
+    float4* rows;        // [shares, columns, 2, block_heads, COLUMNS]: the undivided o
+    float2* sums;        // [shares, columns, 2, block_heads]: m, l
+    int columns, column, block_heads;
+
+    // The one formula for the place of a piece.
+    __device__ long long row(int share, bool second, int head) const {
+        return (((long long)share * columns + column) * 2 + second) * block_heads + head;
+    }
+    __device__ void write(long long row, int c, const Piece& piece) const {
+        __stcg(rows + row * COLUMNS + c, piece.acc);
+        if (c == 0) __stcg(sums + row, make_float2(piece.m, piece.l));
+    }
+    __device__ Piece read(long long row, int c) const {
+        const float2 x = __ldcg(sums + row);
+        return {x.x, x.y, __ldcg(rows + row * COLUMNS + c)};
+    }
+};
+
+// The shares a request lies in, and which of the first one's pieces is its own: the second, if that share began with another request.
+struct Row {
+    int first_share, pieces;
+    bool second_in_first;
+};
+__device__ __forceinline__ Row row_of(int row_begin, int row_end, int per_share) {
+    const int first = row_begin / per_share;
+    return {first, (row_end - 1) / per_share - first + 1, row_begin > first * per_share};
+}
+
+// Merges all pieces of a request; with few columns to merge, several threads take a part of the pieces of each.
+__device__ __forceinline__ void merge_request(const Workspace& workspace, const Row& row, const Exchange& exchange, float scale,
+                                              int heads, int group_size, const Output& output) {
+    const int items = KV_HEADS * heads * COLUMNS, ways = max(1, THREADS / items);
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < items * ways; i += THREADS) {
+        const int head = i % items / COLUMNS, c = i % items % COLUMNS;
+        const Piece piece = merge_pieces<MERGE_BATCH>(scale, i / items, row.pieces, ways, [&](int p) {
+            return workspace.read(workspace.row(row.first_share + p, p == 0 && row.second_in_first, head), c);
+        });
+        exchange.sums[i] = make_float2(piece.m, piece.l);
+        exchange.rows[i] = piece.acc;
+    }
+    __syncthreads();
+    #pragma unroll 1
+    for (int i = threadIdx.x; i < items; i += THREADS) {
+        const Piece piece = merge_pieces<2>(scale, i, i + items * ways, items, [&](int j) -> Piece {
+            return {exchange.sums[j].x, exchange.sums[j].y, exchange.rows[j]};
+        });
+        const int head = i / COLUMNS;
+        output.write(piece, scale, head / heads * group_size + head % heads, i % COLUMNS);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced(
+    const KV* __restrict__ q,              // [batch_size, num_q_heads, head_dim] by its strides, rows aligned to 16 bytes
+    const KV* __restrict__ k_cache,        // [pool_pages, page_size, num_kv_heads, head_dim] by its strides, rows aligned likewise
+    const KV* __restrict__ v_cache,        // as k_cache, with strides of its own
+    const int* __restrict__ page_table,    // [batch_size, max_pages]
+    const int* __restrict__ context_lens,  // [batch_size]
+    OUT* __restrict__ o,                   // [batch_size, num_q_heads, head_dim] by its strides
+    float* __restrict__ lse,               // [batch_size, num_q_heads] by its strides
+    float* o_pieces,                       // [shares, columns, 2, heads of a block, head_dim], undivided; no initial values needed
+    float* sum_pieces,                     // [shares, columns, 2, heads of a block, 2]: m, l
+    unsigned* counters,                    // [batch_size, columns], zeros; they are zeros again afterwards
+    int batch_size,
+    int shares,
+    int columns,
+    int group_size,
+    int head_chunks,                       // blocks that share the query heads of one KV head
+    int page_size,
+    int max_pages,
+    int unit_tokens,                       // the least multiple of page_size that fills a tile
+    int min_units,                         // of a share: a batch too small to fill the device is cut into fewer shares
+    float scale_log2,                      // sm_scale * log2(e), not 0
+    int natural,                           // lse in natural logarithms, or else in base 2
+    long long q_batch_stride,              // all strides in elements
+    long long q_head_stride,
+    long long k_page_stride,
+    int k_slot_stride,
+    long long k_head_stride,
+    long long v_page_stride,
+    int v_slot_stride,
+    long long v_head_stride,
+    long long page_table_stride,
+    long long context_lens_stride,
+    long long o_batch_stride,
+    long long o_head_stride,
+    long long lse_batch_stride,
+    long long lse_head_stride) {
+    const int share = blockIdx.x / columns, column = blockIdx.x % columns;
+    const int kv_head = column / head_chunks * KV_HEADS, chunk = column % head_chunks;
+    // Chunks of equal size, so that none is all padding.
+    const int chunk_heads = (group_size + head_chunks - 1) / head_chunks;
+    const int heads = min(chunk_heads, group_size - chunk * chunk_heads), items = KV_HEADS * heads * COLUMNS;
+    const int first_head = kv_head * group_size + chunk * chunk_heads;
+    const float scale = fabsf(scale_log2);
+
+    DYNAMIC_SHARED(float4, shared);
+    __shared__ uint4 q_storage[KV_HEADS * N_HEADS * Q_STRIDE / 8];
+    __shared__ float2 sums[EXCHANGE_SUMS];
+    __shared__ bool is_last;
+    const Exchange exchange = {sums, shared};
+    const Workspace workspace = {
+        reinterpret_cast<float4*>(o_pieces), reinterpret_cast<float2*>(sum_pieces), columns, column, KV_HEADS * chunk_heads};
+    const auto output = [&](int request) -> Output {
+        return {o + request * o_batch_stride + first_head * o_head_stride,
+                lse + request * lse_batch_stride + first_head * lse_head_stride, o_head_stride, lse_head_stride, natural != 0};
+    };
+
+    const Batch batch = {context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens};
+    const Share mine = cut_batch(batch, share, shares, min_units);
+    int request = mine.request, row_begin = mine.row_begin, row_end;
+    for (int unit = mine.begin; unit < mine.end; unit = min(mine.end, row_end)) {
+        // Requests that end where the last one did are empty.
+        while ((row_end = row_begin + batch.units(request)) <= unit) request++, row_begin = row_end;
+        const Work work = {
+            {page_table + request * page_table_stride, page_size},
+            {(unit - row_begin) * unit_tokens,
+             min(batch.length(request), (min(mine.end, row_end) - row_begin) * unit_tokens)},
+            q + request * q_batch_stride + first_head * q_head_stride,
+            {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
+            {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride},
+            q_head_stride, k_head_stride, v_head_stride, group_size, heads, scale_log2};
+        attend(work, exchange, reinterpret_cast<KV*>(q_storage));
+
+        const Row row = row_of(row_begin, row_end, mine.per_share);
+        #pragma unroll 1
+        for (int i = threadIdx.x; i < items; i += THREADS) {
+            const int head = i / COLUMNS, c = i % COLUMNS, kv = head / heads, h = head % heads;
+            const Piece piece = block_state(exchange, scale, kv, h, heads, c);
+            if (row.pieces == 1) {
+                output(request).write(piece, scale, kv * group_size + h, c);
+            } else {
+                workspace.write(workspace.row(share, share == row.first_share && row.second_in_first, head), c, piece);
+            }
+        }
+        if (row.pieces > 1) {
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                unsigned* counter = counters + (long long)request * columns + column;
+                is_last = add_acquire_release(counter, 1) + 1 == row.pieces;
+                if (is_last) *counter = 0;
+            }
+            __syncthreads();
+            if (is_last) merge_request(workspace, row, exchange, scale, heads, group_size, output(request));
+        }
+    }
+    // Requests without tokens are in nobody's share.
+    #pragma unroll 1
+    for (request = share; request < batch_size; request += shares)
+        #pragma unroll 1
+        for (int i = threadIdx.x; i < items && batch.length(request) == 0; i += THREADS)
+            output(request).write(EMPTY_PIECE, scale, i / COLUMNS / heads * group_size + i / COLUMNS % heads, i % COLUMNS);
+}

@@ -1,0 +1,47 @@
+// The cut of a batch into equal shares of whole pages, computed on the device by every block alike. Needs pages.cuh, WARPS.
+
+struct Batch {
+    const int* context_lens;
+    long long stride;
+    int size, max_pages, page_size, unit_tokens;
+
+    __device__ int length(int request) const { return covered_length(context_lens[request * stride], max_pages, page_size); }
+    __device__ int units(int request) const { return (length(request) + unit_tokens - 1) / unit_tokens; }
+};
+
+// Units [begin, end) of all requests end to end; `row_begin` of them lie before the request in which the share begins.
+struct Share { int begin, end, per_share, request, row_begin; };
+
+// Each thread counts a run of requests, and a scan over the block tells what lies before it.
+__device__ Share cut_batch(const Batch& batch, int share, int shares, int min_units) {
+    __shared__ int warp_sums[WARPS], found[2];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int run = (batch.size + THREADS - 1) / THREADS;
+    const int first = min((int)threadIdx.x * run, batch.size), last = min(first + run, batch.size);
+    int mine = 0;
+    #pragma unroll 1
+    for (int i = first; i < last; i++) mine += batch.units(i);
+    int before = mine;
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, before, step);
+        if (lane >= step) before += other;
+    }
+    if (lane == 31) warp_sums[warp] = before;
+    __syncthreads();
+    before -= mine;
+    int total = 0;
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) before += warp_sums[w];
+        total += warp_sums[w];
+    }
+    const int per_share = max(min_units, (total + shares - 1) / shares);
+    const int begin = min(total, share * per_share), end = min(total, begin + per_share);
+    if (begin >= before && begin < before + mine) {
+        int request = first;
+        #pragma unroll 1
+        for (int units; begin >= before + (units = batch.units(request)); request++) before += units;
+        found[0] = request, found[1] = before;
+    }
+    __syncthreads();
+    return {begin, end, per_share, found[0], found[1]};
+}
