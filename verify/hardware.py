@@ -1,6 +1,6 @@
 """`python -m verify hardware`: the errors of a device's functions, casts and tensor cores, measured instead of believed.
 
-On a GPU every one of the 2^32 inputs is tried. Without one, a sample of the CPU stand-in's own functions is, and the results say so.
+On a GPU all 2^32 inputs are tried. Without one, it is a sample of inputs to the CPU stand-in's functions, and the results say so.
 """
 
 from __future__ import annotations

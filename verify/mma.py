@@ -104,25 +104,31 @@ def read_off(multiply: Multiply, dtype: str) -> dict[str, Any]:
     # 1 - 1 + 2^-t: what remains of the small term after it was aligned to 1.
     kept = [t for t in range(16, 31) if run({0: 1, 1: -1, 2: 2.0**-t}) == 2.0**-t]
     unit = 2.0 ** -max(kept)
-    names = {1.0: "toward zero", 2.0: "to nearest or away"}
     aligned = {run({0: 1, 1: -1, 2: sign * 1.5 * unit}) / (sign * unit) for sign in (1, -1)}
     # 1 + 3/4 ulp, and its negative: both 1 if cut, 1 + ulp if rounded to nearest.
     ulp = 2.0**-23
-    final = {sign * run({0: sign * 0.75 * ulp}, c=sign) for sign in (1.0, -1.0)}
+    final = {(sign * run({0: sign * 0.75 * ulp}, c=sign) - 1) / ulp for sign in (1.0, -1.0)}
     # The small term is lost while it shares a step with 1 and -1, and kept in a later step.
     tiny = unit / 4
     together = "".join("-" if run({0: 1, 1: -1, i: tiny}) == 0 else "+" for i in range(2, DEPTH))
     return {
         "bits_below_largest_term": max(kept),
         "extra_bits": max(kept) - 23,
-        "alignment": names.get(aligned.pop(), "?") if len(aligned) == 1 else f"one-sided: {sorted(aligned)}",
-        "final_rounding": {(1.0,): "toward zero", (1 + ulp,): "to nearest"}.get(tuple(sorted(final)), f"one-sided: {sorted(final)}"),
+        "alignment": _direction(aligned, 1),
+        "final_rounding": _direction(final, 0),
         "products_per_step": 2 + together.index("+") if "+" in together else DEPTH,
         # positions 2 to 15: lost (-) or kept (+) beside 1 and -1 at positions 0 and 1
         "small_term_by_position": together,
         # c is in the step of the first products: 1 (c) - 1 + tiny
         "c_shares_first_step": run({0: -1, 1: tiny}, c=1.0) == 0,
-    }  # fmt: skip
+    }
+
+
+def _direction(results: set[float], cut: int) -> str:
+    """What became of a fraction of a unit, for both signs: `cut` units are left if it was dropped."""
+    if len(results) == 1 and results <= {cut, cut + 1}:
+        return "toward zero" if results == {cut} else "to nearest"
+    return f"otherwise: {sorted(results)}"
 
 
 def bit_mismatches(x: np.ndarray, y: np.ndarray) -> int:

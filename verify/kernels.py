@@ -1,0 +1,129 @@
+"""The kernels under test: what they do to their numbers, and their outputs for a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupy_kernels import jit, merge_states, paged_decode, split_decode
+
+from . import hardware
+from .arithmetic import DTYPES, Arithmetic, Order
+from .budget import default_orders
+from .cases import Case
+from .inputs import Inputs
+
+State = tuple[np.ndarray, np.ndarray]
+# Schedules whose partial states can be looked at, and merged by hand.
+TWO_PASSES = ("uniform", "fixed")
+
+
+def arithmetic(case: Case, device_name: str | None = None) -> Arithmetic:
+    """What `cupy_kernels/kernels/partial.cu` and `merge.cu` do, with a device's measured function errors if there are any."""
+    return replace(
+        Arithmetic(
+            dot="fma",
+            # Chunks of 8 FMAs, then one addition a chunk.
+            dot_depth=8 + case.head_dim // 8,
+            pv="fma_tile",
+            l_sum="tree",
+            tile=32,
+            lse_m=0.0,
+            partial_dtype=case.partial_dtype,
+            out_dtype=case.output_dtype,
+        ),
+        **(hardware.measured(device_name) if device_name else {}),  # type: ignore[arg-type]
+    )
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the kernels made of one case, on the host; every output was full of NaN before."""
+
+    # out [batch_size, num_q_heads, head_dim] and lse [batch_size, num_q_heads]
+    decode: State
+    # o [batch_size, num_q_heads, num_splits, head_dim] and lse, where the schedule has partial states
+    partial: State | None
+    # the merge of these states by each algorithm
+    merged: dict[str, State]
+    # the decode again: in other orders of threads on the CPU, and from a pool whose pages lie elsewhere
+    again: list[State]
+
+
+def orders(case: Case, inputs: Inputs, made: Outputs, how: Arithmetic) -> list[Order]:
+    """The order in which each request's tokens were taken, empty splits included: those that other requests need."""
+    num_splits = made.partial[0].shape[2] if made.partial else case.num_splits
+    splits = case.splits() if case.schedule == "fixed" else {"num_splits": num_splits}
+    # "fixed" rounds to the partial's dtype and merges even a single split.
+    least = 2 if case.schedule == "fixed" and case.partial_dtype != "float32" else 1
+    return [order + [[]] * (max(num_splits or 1, least) - len(order)) for order in default_orders(inputs, how, **splits)]
+
+
+def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patches: jit.Patches = ()) -> Outputs:
+    """Runs the kernels on `device` ("cpu" or "gpu").
+
+    Args:
+        repeats: decodes of the same call again, and besides them one of permuted pages.
+        patches: faults to plant, see `cupy_kernels.jit.settings`.
+    """
+    xp: Any = np
+    if device == "gpu":
+        import cupy as xp  # type: ignore[no-redef]
+    to_host = lambda arrays: tuple(x if xp is np else xp.asnumpy(x) for x in arrays)
+    arguments = on_device(inputs, xp)
+    with jit.settings(patches=patches):
+        first = to_host(_decode(case, arguments, xp))
+        again = [to_host(_decode(case, on_device(permuted(inputs), xp), xp))]
+        partial, merged = None, {}
+        if case.schedule in TWO_PASSES:
+            states = _partial(case, arguments, xp)
+            partial = to_host(states)
+            for algorithm in ("max_first", "online"):
+                merged[algorithm] = to_host(merge_states(*states, out_dtype=DTYPES[case.output_dtype], algorithm=algorithm))
+    for seed in range(1, repeats + 1):
+        with jit.settings(seed=seed, patches=patches):
+            again.append(to_host(_decode(case, arguments, xp)))
+    return Outputs(first, partial, merged, again)
+
+
+def on_device(inputs: Inputs, xp: Any) -> dict[str, Any]:
+    """The arguments of a call with arrays of `xp`, strides kept."""
+    move = lambda x: x if xp is np or not isinstance(x, np.ndarray) else _with_strides(x, xp)
+    return {name: move(value) for name, value in inputs.call().items()}
+
+
+def _with_strides(x: np.ndarray, xp: Any) -> Any:
+    """x on the device with its gaps: the memory behind a view goes along as a whole."""
+    base = x
+    while isinstance(base.base, np.ndarray):
+        base = base.base
+    moved = xp.asarray(base).ravel()
+    offset = x.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    return xp.ndarray(x.shape, moved.dtype, moved.data + offset, x.strides)
+
+
+def permuted(inputs: Inputs) -> Inputs:
+    """The same tokens on other pages of the pool."""
+    pool_pages = len(inputs.k_cache)
+    order = np.random.default_rng(pool_pages).permutation(pool_pages)
+    place = np.argsort(order).astype(np.int32)
+    table = inputs.page_table
+    inside = (table >= 0) & (table < pool_pages)
+    moved = np.where(inside, place[np.where(inside, table, 0)], table)
+    return replace(inputs, k_cache=inputs.k_cache[order], v_cache=inputs.v_cache[order], page_table=moved)
+
+
+def _decode(case: Case, arguments: dict[str, Any], xp: Any) -> tuple[Any, Any]:
+    shape = arguments["q"].shape
+    out, lse = xp.full(shape, np.nan, DTYPES[case.output_dtype]), xp.full(shape[:2], np.nan, np.float32)
+    return paged_decode(**arguments, **case.options(), out=out, lse_out=lse)
+
+
+def _partial(case: Case, arguments: dict[str, Any], xp: Any) -> tuple[Any, Any]:
+    options = {name: value for name, value in case.options().items() if name != "out_dtype"}
+    # Only the call knows how many splits a "fixed" schedule makes: learn the shape, then poison.
+    shape = split_decode(**arguments, **options)[0].shape
+    o, lse = xp.full(shape, np.nan, DTYPES[case.partial_dtype]), xp.full(shape[:3], np.nan, np.float32)
+    return split_decode(**arguments, **options, out=o, lse_out=lse)
