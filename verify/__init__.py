@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from .arithmetic import Arithmetic, tiled_order, token_splits
 from .assertion import assert_attention
-from .budget import SOURCES, Budget, decode_budget, default_orders, head_budget, partial_budget, predict_rho
+from .budget import SOURCES, Budget, decode_budget, default_orders, head_budget, merge_budget, partial_budget, predict_rho
 from .cases import Case, build
 from .families import FAMILIES
 from .inputs import Inputs
@@ -32,6 +32,7 @@ __all__ = [
     "decode_budget",
     "default_orders",
     "head_budget",
+    "merge_budget",
     "partial_budget",
     "predict_rho",
     "tiled_order",

@@ -197,6 +197,29 @@ def partial_budget(inputs: Inputs, arithmetic: Arithmetic, orders: Sequence[Orde
     return Budget.combine(parts, (batch_size, num_q_heads, num_splits))
 
 
+def merge_budget(o: np.ndarray, lse: np.ndarray, arithmetic: Arithmetic) -> Budget:
+    """Bounds of a merge of given states, `o [..., num_states, head_dim]` and natural `lse [..., num_states]`.
+
+    A token is a state, (v, score): a merge is attention to the states with lse - max as scores. Of `arithmetic`,
+    `merge`, `ex2`, `lg2`, `division` and `out_dtype` matter. States of lse -inf are selected away.
+    """
+    tile = 1 if arithmetic.merge == "online" else lse.shape[-1]
+    # The difference, its product with log2(e) and that constant are rounded, as scores are; nothing else is.
+    states = replace(arithmetic, dot="fma", dot_depth=0, pv="fma", p="float32", constant=1.0, lse_m=0.0)
+    order = tiled_order([range(lse.shape[-1])], tile)
+    parts = [Budget.empty(0, o.shape[-1])]
+    for o_row, lse_row in zip(o.reshape(-1, *o.shape[-2:]), lse.reshape(-1, lse.shape[-1]), strict=True):
+        lse_row, absent = lse_row.astype(np.float64), np.isneginf(lse_row)
+        top = 0.0 if absent.all() else lse_row.max()
+        values = np.where(absent[:, None], 0, o_row.astype(np.float64))
+        with np.errstate(invalid="ignore"):
+            row = head_budget(np.ones((1, 1)), (lse_row - top)[:, None], values, 1.0, states, order)
+        row.lse[:] += top
+        row.lse_terms[:, -1] = np.where(absent.all(), 0, U32 * np.abs(row.lse))
+        parts.append(row)
+    return Budget.combine(parts, lse.shape[:-1])
+
+
 def default_orders(inputs: Inputs, arithmetic: Arithmetic, **splits: int | None) -> list[Order]:
     """One order per request: page-aligned splits walked in the tiles and states of `arithmetic`.
 

@@ -147,7 +147,8 @@ def _edge() -> list[Case]:
     for num_splits in (1, 2, 3, 7, 33, 200):
         cases.append(Case(f"splits-{num_splits}", num_splits=num_splits, context_lens=(100, 5, 0)))
     for num_q_heads, num_kv_heads in [
-        (1, 1), (2, 2), (4, 2), (3, 1), (8, 2), (5, 1), (6, 1), (28, 4), (8, 1), (12, 1), (24, 24), (16, 1), (17, 1), (32, 1), (128, 2),
+        (1, 1), (2, 2), (4, 2), (3, 1), (8, 2), (5, 1), (6, 1), (28, 4), (8, 1), (12, 1), (24, 24), (16, 1), (17, 1),
+        (32, 1), (128, 2),
     ]:  # fmt: skip
         cases.append(
             Case(

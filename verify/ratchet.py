@@ -7,6 +7,7 @@ The file maps device -> configuration -> measure -> value: `ratio` (max error / 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,15 +29,13 @@ def load(path: Path = RATCHET) -> Records:
 def check(records: Records, device: str, configuration: str, measures: Mapping[str, float]) -> Verdict:
     """Fails when a recorded measure has grown by more than a quarter; "n/a" where nothing is recorded."""
     recorded = records.get(device, {}).get(configuration, {})
-    # NaN is no measure: it counts as grown without bound.
-    growth = {
-        name: measures[name] / max(recorded[name], FLOOR) if measures[name] == measures[name] else float("inf")
-        for name in recorded.keys() & measures.keys()
-    }
+    # A measure that is gone, or NaN, has grown without bound.
+    now = {name: measures.get(name, math.nan) for name in recorded}
+    growth = {name: math.inf if math.isnan(x) else x / max(recorded[name], FLOOR) for name, x in now.items()}
     if not growth:
         return Verdict("T8", "n/a", 0.0, f"nothing recorded for {configuration} on {device}")
     worst = max(growth, key=lambda name: growth[name])
-    detail = f"{worst} is {measures[worst]:.4g}, recorded {recorded[worst]:.4g}"
+    detail = f"{worst} is {now[worst]:.4g}, recorded {recorded[worst]:.4g}"
     verdict = "fail" if growth[worst] > GROWTH else "pass"
     return Verdict("T8", verdict, growth[worst] / GROWTH, detail)
 
