@@ -29,6 +29,7 @@ EVERY_SCHEDULE = [
     for name in SCHEDULES
     for more in OPTIONS.get(name, [{}])
 ]
+ONE_PER_SCHEDULE = [next(p for p in EVERY_SCHEDULE if p.values[0]["schedule"] == name) for name in SCHEDULES]
 
 
 def paged(
@@ -42,19 +43,22 @@ def paged(
     """
     rng = np.random.default_rng(seed)
     dtype = DTYPES[dtype]
+    # 1e30 is inf in float16
+    with np.errstate(over="ignore"):
+        poison = np.full((), poison).astype(dtype)
     pages = [-(-n // page_size) for n in lens]
     pool_pages = sum(pages) + 3
     q = rng.standard_normal((len(lens), num_q_heads, head_dim)).astype(dtype)
     table = np.resize(np.array([-1, INT_MAX], np.int32), (len(lens), max(pages, default=0) + extra_entries))
-    k, v = (np.full((pool_pages, page_size, num_kv_heads, head_dim), poison).astype(dtype) for _ in range(2))
+    k, v = (np.full((pool_pages, page_size, num_kv_heads, head_dim), poison) for _ in range(2))
     shuffled = rng.permutation(pool_pages)
     free = iter(shuffled if order is None else order)
     for b, n in enumerate(lens):
         if n == 0:
-            q[b] = np.full(q.shape[1:], poison).astype(dtype)
+            q[b] = poison
         table[b, : pages[b]] = [next(free) for _ in range(pages[b])]
         for cache in (k, v):
-            tokens = np.full((pages[b] * page_size, *k.shape[2:]), poison).astype(dtype)
+            tokens = np.full((pages[b] * page_size, *k.shape[2:]), poison)
             tokens[:n] = rng.standard_normal((n, *k.shape[2:]))
             cache[table[b, : pages[b]]] = tokens.reshape(pages[b], *k.shape[1:])
     if layout == "HND":
@@ -146,23 +150,29 @@ def decode_bound(args, out, lse, *, num_splits=1, out_dtype="float32", partial_d
     """
     q, k_cache, v_cache, page_table, context_lens = (args[name] for name in ARRAYS)
     head_dim = q.shape[2]
-    scale = abs(1 / math.sqrt(head_dim) if sm_scale is None else sm_scale)
+    scale = 1 / math.sqrt(head_dim) if sm_scale is None else sm_scale
     e_o, e_lse = np.zeros(out.shape), np.zeros(lse.shape)
     for b, n in enumerate(context_lens.tolist()):
         k, v = (gather(cache, page_table[b], 0, n, layout) for cache in (k_cache, v_cache))
         group = q.shape[1] // k.shape[1]
         for h in range(q.shape[1] if n else 0):
             k_h, v_h, q_h = k[:, h // group], v[:, h // group], q[b, h].astype(np.float64)
-            size = scale * (np.abs(k_h) @ np.abs(q_h))
-            s = (1 if sm_scale is None else np.sign(sm_scale)) * scale * (k_h @ q_h)
+            with np.errstate(invalid="ignore"):
+                s = scale * (k_h @ q_h)
+            # NaN or inf in the result has to match exactly, and a score of -inf has no weight: the bound is for the rest.
+            k_h, v_h, s = k_h[s > -np.inf], v_h[s > -np.inf], s[s > -np.inf]
+            if len(s) == 0 or not np.isfinite(lse[b, h]):
+                continue
+            v_h, out_h = (np.where(np.isfinite(x), x, 0) for x in (v_h, out[b, h]))
+            size = abs(scale) * (np.abs(k_h) @ np.abs(q_h))
             pi = np.exp(s - lse[b, h])
             tiles = n // 32 + num_splits
             spread = s.max() - s + np.abs(s).max() + math.log(n)
             delta = U32 * ((head_dim / 8 + 11) * size + 6 * spread + 6 * (tiles + num_splits + 2))
             mean = pi @ np.abs(v_h)
             sums = 2 * (32 + tiles + num_splits + 6) * U32
-            e_o[b, h] = 1.01 * (pi * delta) @ np.abs(v_h - out[b, h]) + sums * mean + n * 2.0**-126 * np.abs(v_h).max()
-            e_o[b, h] += (stored(mean, partial_dtype) if partial_dtype != "float32" else 0) + stored(out[b, h], out_dtype)
+            e_o[b, h] = 1.01 * (pi * delta) @ np.abs(v_h - out_h) + sums * mean + n * 2.0**-126 * np.abs(v_h).max()
+            e_o[b, h] += (stored(mean, partial_dtype) if partial_dtype != "float32" else 0) + stored(out_h, out_dtype)
             e_lse[b, h] = 1.01 * pi @ delta + sums + 3 * U32 * (abs(lse[b, h]) + np.abs(s).max())
     return e_o, e_lse
 
