@@ -203,7 +203,9 @@ def test_empty_has_no_error():
     assert not budget.lse_total[0].any()
     assert not budget.sigma[0].any()
     assert np.isneginf(budget.lse[0]).all()
-    assert decode_budget(build(Case("c", context_lens=())), Arithmetic()).out.shape == (0, 4, 64)
+    no_requests = build(Case("c", context_lens=()))
+    assert decode_budget(no_requests, Arithmetic()).out.shape == (0, 4, 64)
+    assert partial_budget(no_requests, Arithmetic(), num_splits=3).out.shape == (0, 4, 3, 64)
 
 
 def test_hidden_heads_are_empty():

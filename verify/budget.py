@@ -177,7 +177,7 @@ def partial_budget(inputs: Inputs, arithmetic: Arithmetic, orders: Sequence[Orde
     arithmetic = replace(arithmetic, out_dtype=arithmetic.partial_dtype)
     orders = default_orders(inputs, arithmetic, **splits) if orders is None else orders
     batch_size, num_q_heads, head_dim = inputs.q.shape
-    num_splits = max(map(len, orders), default=1)
+    num_splits = max(map(len, orders), default=splits.get("num_splits") or 1)
     parts = [Budget.empty(0, head_dim)]
     for b, order in enumerate(orders):
         for kv_head in range(inputs.num_kv_heads):

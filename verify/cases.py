@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from . import family_list  # noqa: F401  registers the families
-from .arithmetic import DTYPES
+from .arithmetic import DTYPES, Arithmetic
 from .build import POISON, build
 from .families import FAMILIES
 
@@ -100,6 +100,20 @@ class Case:
             "partial_dtype": self.partial_dtype,
             "out_dtype": DTYPES[self.output_dtype],
         }
+
+    def arithmetic(self) -> Arithmetic:
+        """What the readable kernels, `partial.cu` and `merge.cu`, do to the numbers of this case."""
+        return Arithmetic(
+            # Chunks of 8 from zero, added in sequence: the first addition, to zero, is exact.
+            dot_depth=8 + self.head_dim // 8 - 1,
+            pv="fma_tile",
+            l_sum="tree",
+            tile=32,
+            # ln2 as two floats in an FMA.
+            lse_m=0.0,
+            partial_dtype=self.partial_dtype,
+            out_dtype=self.output_dtype,
+        )
 
 
 # Seconds on the CPU stand-in: one case of each kind.
