@@ -35,7 +35,10 @@ COLOURS = {
     "merge_acc": "#c3a1d9",
     "out_round": "#9aa0a6",
 }
-STYLE = {
+# The kernel's own part of a bound, beside the final rounding.
+OWN = "#c8553d"
+# For the whole process: titles and legends take their style when they are made.
+matplotlib.rcParams.update({
     "svg.fonttype": "none",
     # The same ids in every run.
     "svg.hashsalt": "verify",
@@ -53,14 +56,15 @@ STYLE = {
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
-}
+    "legend.handlelength": 1.2,
+    "figure.constrained_layout.use": True,
+})  # fmt: skip
 
 
 def figure(width: float = 9.0, height: float = 4.0, **subplots: Any) -> tuple[Figure, Any]:
     """A figure in the report's style, inches, and its axes as `Figure.subplots(**subplots)` gives them."""
-    with matplotlib.rc_context(STYLE):
-        made = Figure((width, height), layout="constrained")
-        return made, made.subplots(**subplots)
+    made = Figure((width, height))
+    return made, made.subplots(**subplots)
 
 
 def to_svg(made: Figure, name: str) -> str:
@@ -69,9 +73,8 @@ def to_svg(made: Figure, name: str) -> str:
     Text stays text, in the page's font; what has the colour `INK` takes the page's.
     """
     buffer = io.StringIO()
-    with matplotlib.rc_context(STYLE):
-        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        made.savefig(buffer, format="svg", transparent=True, metadata=none)
+    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    made.savefig(buffer, format="svg", transparent=True, metadata=none)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
@@ -79,39 +82,44 @@ def to_svg(made: Figure, name: str) -> str:
     svg = re.sub(r"(font: [\d.]+px)[^;\"]*", r"\1 system-ui, sans-serif", svg)
     svg = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     width = float(svg[svg.index('width="') + 7 :].partition("pt")[0])
-    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', f'width="{width:.0f}" role="img" aria-label="{name}"', svg, count=1)
-    svg = re.sub(r' height="[\d.]+pt"', "", svg, count=1)
+    size = f'width="{width * 4 / 3:.0f}" role="img" aria-label="{name}"'
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', size, svg, count=1)
     return svg.replace(INK, "currentColor").replace("xlink:href", "href")
 
 
 def budget_bars(rows: Sequence[dict[str, Any]]) -> str:
-    """A bar per row, the bound of its worst element by source, and a mark where the error came to. "" without rows."""
+    """Two bars per row, of its worst element: the bound, marked where the error came to, and the kernel's own part by source.
+
+    "" without rows.
+    """
     if not rows:
         return ""
-    height = 0.24 * len(rows) + 1.5
-    made, axes = figure(9, height)
-    labels = [row["family"] for row in rows]
-    used = set()
+    made, (whole, own) = figure(9.5, 0.25 * len(rows) + 1.7, ncols=2, sharey=True, width_ratios=(2, 3))
+    shown = set()
     for y, row in enumerate(rows):
-        budget, left = row["worst"]["budget"], 0.0
-        total = sum(budget.values())
-        for source in COLOURS:
-            if (share := budget.get(source, 0.0) / total) > 0:
-                # Slivers are drawn but get no entry in the legend.
-                used |= {source} if share > 0.02 else set()
-                axes.barh(y, share, left=left, height=0.72, color=COLOURS[source], linewidth=0)
-                left += share
+        budget = row["worst"]["budget"]
+        total, rounding = sum(budget.values()), budget.get("out_round", 0.0)
+        whole.barh(y, 1 - rounding / total, height=0.7, color=OWN, linewidth=0)
+        whole.barh(y, rounding / total, left=1 - rounding / total, height=0.7, color=COLOURS["out_round"], linewidth=0)
         error = abs(row["worst"]["got"] - row["worst"]["want"]) / total
-        axes.plot([error, error], [y - 0.46, y + 0.46], color=INK, linewidth=2.2, solid_capstyle="butt")
-    axes.set_yticks(range(len(rows)), labels)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("share of the bound; the mark is the error")
-    axes.grid(axis="y", visible=False)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    handles = [Patch(color=COLOURS[source], label=source) for source in COLOURS if source in used]
-    made.legend(
-        handles=handles, loc="outside upper left", ncols=6, fontsize=10, handlelength=1, handleheight=1, columnspacing=1.4
-    )
+        whole.plot([error, error], [y - 0.46, y + 0.46], color=INK, linewidth=2.2, solid_capstyle="butt")
+        left = 0.0
+        for source in COLOURS:
+            share = budget.get(source, 0.0) / (total - rounding) if source != "out_round" and total > rounding else 0.0
+            own.barh(y, share, left=left, height=0.7, color=COLOURS[source], linewidth=0)
+            left += share
+            # Slivers are drawn but get no entry in the legend.
+            shown |= {source} if share > 0.03 else set()
+    whole.set_yticks(range(len(rows)), [row["family"] for row in rows])
+    whole.set_ylim(len(rows) - 0.4, -0.6)
+    for axes, title in ((whole, "The bound, and the error (mark)"), (own, "The kernel's own part, by source")):
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlim(0, 1)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(length=0)
+        axes.spines["left"].set_visible(False)
+    handles = [Patch(color=OWN, label="kernel"), Patch(color=COLOURS["out_round"], label="final rounding")]
+    handles += [Patch(color=COLOURS[source], label=source) for source in COLOURS if source in shown]
+    made.legend(handles=handles, loc="outside upper left", ncols=7, fontsize=10, handleheight=1.1, columnspacing=1.4)
     return to_svg(made, "budget")

@@ -140,8 +140,12 @@ def render(report: dict[str, Any], sections: Sequence[Section]) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters.update(number=number, percent=lambda x: f"{x:.2%}", grouped=lambda x: f"{x:,}", case_ratio=ratio)
-    environment.tests.update(expected_mutant=mutant_as_expected)
+    environment.filters.update(
+        error=error, fixed=fixed, percent=lambda x: f"{x:.2%}", grouped=lambda x: f"{x:,}", case_ratio=ratio
+    )
+    environment.tests.update(
+        expected_mutant=mutant_as_expected, judged=lambda tiers: any(tier["verdict"] != "n/a" for tier in tiers.values())
+    )
     shown = worst_seeds(report["cases"])
     by_list: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in shown:
@@ -153,6 +157,7 @@ def render(report: dict[str, Any], sections: Sequence[Section]) -> str:
         lists=by_list,
         failures=[row for row in [*shown, *report["pools"]] if row["verdict"] != "pass"],
         tiers=TIERS,
+        tier_rows=tier_rows([*report["cases"], *report["pools"]], TIERS),
         case_tiers=CASE_TIERS,
         pool_tiers=POOL_TIERS,
         sources=SOURCES,
@@ -161,6 +166,17 @@ def render(report: dict[str, Any], sections: Sequence[Section]) -> str:
         matrix=matrix(report["mutants"], list(TIERS)),
         as_expected=mutant_as_expected,
     )
+
+
+def tier_rows(rows: list[dict[str, Any]], tiers: dict[str, str]) -> list[dict[str, Any]]:
+    """Per tier what it asks, how many rows it judged and failed, and the largest ratio."""
+    found = []
+    for tier, asks in tiers.items():
+        entries = [row["tiers"][tier] for row in rows if row["tiers"].get(tier, {"verdict": "n/a"})["verdict"] != "n/a"]
+        failed = sum(entry["verdict"] == "fail" for entry in entries)
+        largest = max((float(entry["ratio"]) for entry in entries), default=0.0)
+        found.append({"tier": tier, "asks": asks, "judged": len(entries), "failed": failed, "largest": largest})
+    return found
 
 
 def worst_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -195,10 +211,11 @@ def matrix(mutants: list[dict[str, Any]], tiers: list[str]) -> dict[str, Any]:
     return {"tiers": used, "rows": rows}
 
 
-def number(x: Any) -> str:
-    """Three significant digits, in a form that lines up."""
-    if x is None or isinstance(x, str):
-        return x or ""
-    if not math.isfinite(x):
-        return str(x)
-    return "0" if x == 0 else f"{x:.1e}" if abs(x) < 1e-3 or abs(x) >= 1e4 else f"{x:.3f}" if abs(x) < 10 else f"{x:.4g}"
+def error(x: Any) -> str:
+    """An error: always with an exponent, so that a column lines up."""
+    return x if isinstance(x, str) else "" if x is None else "0" if x == 0 else f"{x:.1e}"
+
+
+def fixed(x: Any) -> str:
+    """A ratio near 1: three decimals, fewer if it is far beyond."""
+    return x if isinstance(x, str) else "" if x is None else f"{x:.3f}" if abs(x) < 100 else f"{x:.3g}"
