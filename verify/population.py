@@ -39,7 +39,9 @@ class Population:
 
     def rms(self) -> Verdict:
         """T3: RMS(error) / RMS(ideal rounding error) against its prediction."""
-        if self.count < ENOUGH or np.isnan(self.rho):
+        if np.isnan(self.rho):
+            return Verdict("T3", "n/a", 0.0, "the exact outputs are representable")
+        if self.count < ENOUGH:
             return Verdict("T3", "n/a", 0.0, f"{self.count:.0f} effective elements, {ENOUGH} needed")
         predicted = predict_rho(self.budget, self.a, everything=True)
         # Sampling noise of the RMS at 1e4 elements is below 1 %, twice that where P or partials add roundings.
@@ -49,15 +51,22 @@ class Population:
         return Verdict("T3", "pass" if self.rho <= allowed else "fail", self.rho / allowed, detail)
 
     def lean(self) -> Verdict:
-        """T3b: mean(error * sign(out) / ulp), within 5 standard deviations and the predicted drift."""
+        """T3b: mean(error * sign(out) / scale), within 5 standard deviations and the predicted drift.
+
+        The scale is an ulp, or what the other errors amount to where that is more: outputs near 0 count like others.
+        """
         count = len(self.error)
         if count < ENOUGH:
             return Verdict("T3b", "n/a", 0.0, f"{count} elements, {ENOUGH} needed")
-        sigma = self.budget.sigma[self.used] / self.spacing
-        drift = (self.budget.bias[self.used] / self.spacing).mean()
+        sigma, bias = self.budget.sigma[self.used], self.budget.bias[self.used]
+        scale = np.sqrt(self.spacing**2 + 12 * sigma**2)
         # A rounding is independent per element; an error of l or of the merge is shared by a row.
-        noise = 5 / np.sqrt(12 * count) + 5 * np.sqrt((sigma**2).mean() / self.rows)
-        mean = float((self.error * self.sign / self.spacing).mean())
+        noise = 5 * np.sqrt(((self.spacing / scale) ** 2).mean() / (12 * count))
+        noise += 5 * np.sqrt(((sigma / scale) ** 2).mean() / self.rows)
+        drift = (bias / scale).mean()
+        if not np.isfinite(noise + drift):
+            return Verdict("T3b", "n/a", 0.0, "no bound to hold the mean against")
+        mean = float((self.error * self.sign / scale).mean())
         detail = f"mean error {mean:+.2e} ulp, {noise + drift:.2e} allowed"
         ratio = abs(mean) / (noise + drift)
         return Verdict("T3b", "pass" if ratio <= 1 else "fail", ratio, detail)
