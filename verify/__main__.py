@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from . import hardware, ratchet, report, run, terminal, trace
 from .cases import LISTS
 from .environment import DEVICES, choose_device, environment, no_gpu_reason
 
-# Parts of the report beside the cases -> their modules, each with `run(device, *, depth, workers, progress)`: dictionaries as
+# Parts of the report beside the cases -> (module, function of `depth, device, *, workers, progress`). They return dictionaries as
 # `report.mutant_as_expected` reads them, and `report.Section`s.
-PARTS = {"mutants": "mutation", "experiments": "experiments"}
+PARTS = {"mutants": ("mutation", "matrix"), "experiments": ("experiments", "sections")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,12 +140,19 @@ def _configuration(given: argparse.Namespace) -> str:
 
 
 def _part(part: str, given: argparse.Namespace, device: str) -> list[Any] | None:
-    """The mutants' matrix or the experiments' sections; None where their module is not there yet."""
-    if importlib.util.find_spec(f"{__package__}.{PARTS[part]}") is None:
+    """The mutants' matrix or the experiments' sections; None where their module is not there yet. An accident is a failed row."""
+    name, function = PARTS[part]
+    if importlib.util.find_spec(f"{__package__}.{name}") is None:
         return None
-    module: Any = importlib.import_module(f".{PARTS[part]}", __package__)
-    with terminal.progress(part, None) as done:
-        return list(module.run(device, depth=given.depth, workers=given.workers, progress=lambda *_: done()))
+    try:
+        make = getattr(importlib.import_module(f".{name}", __package__), function)
+        with terminal.progress(part, None) as done:
+            return list(make(given.depth, device, workers=given.workers, progress=lambda *_: done()))
+    except Exception:
+        text = traceback.format_exc()
+        if part == "experiments":
+            return [report.Section(part, text, passed=False)]
+        return [{"name": part, "fault": text, "killed_by": [], "verdict": "not run", "allclose_1e2_on_randn": None}]
 
 
 if __name__ == "__main__":

@@ -21,21 +21,9 @@ TWO_PASSES = ("uniform", "fixed")
 
 
 def arithmetic(case: Case, device_name: str | None = None) -> Arithmetic:
-    """What `cupy_kernels/kernels/partial.cu` and `merge.cu` do, with a device's measured function errors if there are any."""
-    return replace(
-        Arithmetic(
-            dot="fma",
-            # Chunks of 8 FMAs, then one addition a chunk.
-            dot_depth=8 + case.head_dim // 8,
-            pv="fma_tile",
-            l_sum="tree",
-            tile=32,
-            lse_m=0.0,
-            partial_dtype=case.partial_dtype,
-            out_dtype=case.output_dtype,
-        ),
-        **(hardware.measured(device_name) if device_name else {}),  # type: ignore[arg-type]
-    )
+    """What the kernels do to the numbers of a case, with the device's measured function errors if there are any."""
+    measured: dict[str, Any] = hardware.measured(device_name) if device_name else {}
+    return replace(case.arithmetic(), **measured)
 
 
 @dataclass(frozen=True)
