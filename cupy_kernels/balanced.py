@@ -113,20 +113,30 @@ class Grid:
 
     config: Config
     shares: int  # equal parts of all tokens
-    columns: int  # blocks of one share: KV heads by chunks of query heads
+    head_chunks: int  # of the query heads of one KV head
+    kv_columns: int  # KV heads, as many at once as a block takes
     block_heads: int  # query heads of a block
     batch_size: int
     head_dim: int
 
     @property
-    def blocks(self) -> int:
-        return self.shares * self.columns
+    def dims(self) -> tuple[int, int, int]:
+        return self.head_chunks, self.kv_columns, self.shares
+
+    @property
+    def columns(self) -> int:
+        """Blocks of one share."""
+        return self.head_chunks * self.kv_columns
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: `Exchange.rows` of kernels/stream.cuh."""
-        heads = self.block_heads // self.config.kv_heads
-        return 16 * max(self.config.warps * heads * (self.head_dim // 4 + 1), 32 * self.config.warps)
+        """Dynamic shared memory: `Exchange` of kernels/stream.cuh."""
+        warps, kv_heads, columns = self.config.warps, self.config.kv_heads, self.head_dim // 4
+        heads = self.block_heads // kv_heads
+        q_rows, q_stride = kv_heads * N_TILE * math.ceil(heads / N_TILE), (self.head_dim + 31) // 64 * 64 + 32
+        rows = max(warps * heads * (columns + 1), 32 * warps)
+        sums = max(warps * heads, kv_heads * heads * columns, 32 * warps)
+        return 2 * q_rows * q_stride + 16 * rows + 8 * sums
 
 
 def plan_grid(
@@ -136,10 +146,10 @@ def plan_grid(
     config = config or default_config(head_dim, group_size, num_kv_heads)
     if num_kv_heads % config.kv_heads:
         raise ValueError(f"num_kv_heads: expected a multiple of {config.kv_heads}, got {num_kv_heads}")
-    columns = num_kv_heads // config.kv_heads * chunks(head_dim, group_size)
-    shares = max(1, num_sms * config.blocks_per_sm // columns)
+    head_chunks, kv_columns = chunks(head_dim, group_size), num_kv_heads // config.kv_heads
+    shares = min(65535, max(1, num_sms * config.blocks_per_sm // (head_chunks * kv_columns)))
     heads = config.kv_heads * chunk_heads(head_dim, group_size)
-    return Grid(config, shares, columns, heads, batch_size, head_dim)
+    return Grid(config, shares, head_chunks, kv_columns, heads, batch_size, head_dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,12 +184,14 @@ def launch_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, work
     values = constants(p.dtype, str(out.dtype), p.head_dim, p.group_size, p.page_size, grid.config)
     slots = grid.config.warps // grid.config.kv_heads
     jit.kernel("balanced.cu", "balanced", **values)(
-        p.xp, (grid.blocks, 1, 1), 32 * grid.config.warps, grid.shared_bytes,
+        p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes,
         q=p.q, k_cache=p.k_cache, v_cache=p.v_cache, page_table=p.page_table, context_lens=p.context_lens, o=out, lse=lse,
-        o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, counters=workspace.counters, batch_size=p.batch_size,
-        shares=grid.shares, columns=grid.columns, group_size=p.group_size, head_chunks=chunks(p.head_dim, p.group_size),
+        o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, counters=workspace.counters,
+        batch_size=p.batch_size, group_size=p.group_size, chunk_heads=chunk_heads(p.head_dim, p.group_size),
         page_size=p.page_size, max_pages=p.max_pages, unit_tokens=unit,
-        min_units=math.ceil(grid.config.min_tiles * slots * TILE / unit), scale_log2=p.scale_log2 if abs(p.scale_log2) > 1e-30 else 1e-30,
+        min_units=math.ceil(grid.config.min_tiles * slots * TILE / unit),
+        # All scores alike: a scale of 0 would make 0 * -inf of an empty maximum.
+        scale_log2=p.scale_log2 if abs(p.scale_log2) > 1e-30 else 1e-30,
         natural=int(p.lse_base == "e"),
         q_batch_stride=q[0], q_head_stride=q[1], k_page_stride=k[0], k_slot_stride=k[1], k_head_stride=k[2],
         v_page_stride=v[0], v_slot_stride=v[1], v_head_stride=v[2], page_table_stride=element_strides(p.page_table)[0],

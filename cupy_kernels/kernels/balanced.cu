@@ -1,8 +1,8 @@
 // Decode in one launch: the tokens of all requests, laid end to end, are cut into equal shares; one block computes one share for
 // KV_HEADS KV heads and writes o where a request is its own, or a piece of a state; the last to finish a request merges its pieces.
 //
-// grid.x = shares * columns, columns = num_kv_heads / KV_HEADS * head_chunks: the blocks of one share lie side by side and read the
-// same pages at about the same time. 32 WARPS threads.
+// Grid: (head_chunks, num_kv_heads / KV_HEADS, shares), 32 WARPS threads. A chunk is some of the query heads of one KV head. The blocks
+// of a share, its columns, lie side by side and read the same pages at about the same time.
 // The cut is computed here, from context_lens, in units of whole pages: no plan on the host, and a captured graph serves any lengths.
 // Bits do not depend on which block comes last: pieces are merged in the order of the shares.
 //
@@ -77,10 +77,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     float* sum_pieces,                     // [shares, columns, 2, heads of a block, 2]: m, l
     unsigned* counters,                    // [batch_size, columns], zeros; they are zeros again afterwards
     int batch_size,
-    int shares,
-    int columns,
     int group_size,
-    int head_chunks,                       // blocks that share the query heads of one KV head
+    int chunk_heads,                       // query heads of a chunk; the last one may have fewer
     int page_size,
     int max_pages,
     int unit_tokens,                       // the least multiple of page_size that fills a tile
@@ -101,19 +99,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     long long o_head_stride,
     long long lse_batch_stride,
     long long lse_head_stride) {
-    const int share = blockIdx.x / columns, column = blockIdx.x % columns;
-    const int kv_head = column / head_chunks * KV_HEADS, chunk = column % head_chunks;
-    // Chunks of equal size, so that none is all padding.
-    const int chunk_heads = (group_size + head_chunks - 1) / head_chunks;
-    const int heads = min(chunk_heads, group_size - chunk * chunk_heads), items = KV_HEADS * heads * COLUMNS;
-    const int first_head = kv_head * group_size + chunk * chunk_heads;
+    const int kv_head = blockIdx.y * KV_HEADS, first_head = kv_head * group_size + blockIdx.x * chunk_heads, share = blockIdx.z;
+    const int heads = min(chunk_heads, (int)(group_size - blockIdx.x * chunk_heads)), items = KV_HEADS * heads * COLUMNS;
+    const int columns = gridDim.x * gridDim.y, column = blockIdx.y * gridDim.x + blockIdx.x;
     const float scale = fabsf(scale_log2);
 
     DYNAMIC_SHARED(float4, shared);
-    __shared__ uint4 q_storage[KV_HEADS * N_HEADS * Q_STRIDE / 8];
-    __shared__ float2 sums[EXCHANGE_SUMS];
+    __shared__ Share mine;
     __shared__ bool is_last;
-    const Exchange exchange = {sums, shared};
+    const Exchange exchange = exchange_at(shared, chunk_heads);
     const Workspace workspace = {
         reinterpret_cast<float4*>(o_pieces), reinterpret_cast<float2*>(sum_pieces), columns, column, KV_HEADS * chunk_heads};
     const auto output = [&](int request) -> Output {
@@ -122,22 +116,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     };
 
     const Batch batch = {context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens};
-    const Share mine = cut_batch(batch, share, shares, min_units);
-    int request = mine.request, row_begin = mine.row_begin, row_end;
-    for (int unit = mine.begin; unit < mine.end; unit = min(mine.end, row_end)) {
-        // Requests that end where the last one did are empty.
-        while ((row_end = row_begin + batch.units(request)) <= unit) request++, row_begin = row_end;
+    cut_batch(mine, batch, share, gridDim.z, min_units);
+    int request = mine.request, row_begin = mine.row_begin;
+    for (int unit = mine.begin; unit < mine.end;) {
+        // Done with, or empty.
+        for (int end; (end = row_begin + batch.units(request)) <= unit; request++) row_begin = end;
         const Work work = {
             {page_table + request * page_table_stride, page_size},
-            {(unit - row_begin) * unit_tokens,
-             min(batch.length(request), (min(mine.end, row_end) - row_begin) * unit_tokens)},
+            {(unit - row_begin) * unit_tokens, (int)min((long long)batch.length(request), (mine.end - row_begin) * (long long)unit_tokens)},
             q + request * q_batch_stride + first_head * q_head_stride,
             {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
             {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride},
             q_head_stride, k_head_stride, v_head_stride, group_size, heads, scale_log2};
-        attend(work, exchange, reinterpret_cast<KV*>(q_storage));
+        attend(work, exchange);
 
+        const int row_end = row_begin + batch.units(request);
         const Row row = row_of(row_begin, row_end, mine.per_share);
+        unit = min(mine.end, row_end);
         #pragma unroll 1
         for (int i = threadIdx.x; i < items; i += THREADS) {
             const int head = i / COLUMNS, c = i % COLUMNS, kv = head / heads, h = head % heads;
@@ -161,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     }
     // Requests without tokens are in nobody's share.
     #pragma unroll 1
-    for (request = share; request < batch_size; request += shares)
+    for (request = share; request < batch_size; request += gridDim.z)
         #pragma unroll 1
         for (int i = threadIdx.x; i < items && batch.length(request) == 0; i += THREADS)
             output(request).write(EMPTY_PIECE, scale, i / COLUMNS / heads * group_size + i / COLUMNS % heads, i % COLUMNS);

@@ -12,10 +12,11 @@ struct Batch {
 // Units [begin, end) of all requests end to end; `row_begin` of them lie before the request in which the share begins.
 struct Share { int begin, end, per_share, request, row_begin; };
 
-// Each thread counts a run of requests, and a scan over the block tells what lies before it.
-__device__ Share cut_batch(const Batch& batch, int share, int shares, int min_units) {
-    __shared__ int warp_sums[WARPS], found[2];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// The cut for share `index`, into shared memory. Each thread counts a run of requests, and a scan over the block tells what lies
+// before it.
+__device__ void cut_batch(Share& share, const Batch& batch, int index, int shares, int min_units) {
+    __shared__ int warp_sums[WARPS];
+    const int lane = lane_index(), warp = threadIdx.x / 32;
     const int run = (batch.size + THREADS - 1) / THREADS;
     const int first = min((int)threadIdx.x * run, batch.size), last = min(first + run, batch.size);
     int mine = 0;
@@ -35,13 +36,13 @@ __device__ Share cut_batch(const Batch& batch, int share, int shares, int min_un
         total += warp_sums[w];
     }
     const int per_share = max(min_units, (total + shares - 1) / shares);
-    const int begin = min(total, share * per_share), end = min(total, begin + per_share);
+    const int begin = min(total, index * per_share), end = min(total, begin + per_share);
+    if (threadIdx.x == 0) share.begin = begin, share.end = end, share.per_share = per_share;
     if (begin >= before && begin < before + mine) {
         int request = first;
         #pragma unroll 1
         for (int units; begin >= before + (units = batch.units(request)); request++) before += units;
-        found[0] = request, found[1] = before;
+        share.request = request, share.row_begin = before;
     }
     __syncthreads();
-    return {begin, end, per_share, found[0], found[1]};
 }

@@ -27,6 +27,27 @@ __device__ __forceinline__ unsigned load_streaming_4(const void* address) {
     return r;
 }
 
+// 16 or 8 bytes of shared memory, read where it stands: a compiler that knows them constant would keep them in registers, and spill.
+__device__ __forceinline__ uint4 load_shared(const void* address) {
+    uint4 r;
+    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"((unsigned)__cvta_generic_to_shared(address)));
+    return r;
+}
+__device__ __forceinline__ uint2 load_shared_8(const void* address) {
+    uint2 r;
+    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(r.x), "=r"(r.y) : "r"((unsigned)__cvta_generic_to_shared(address)));
+    return r;
+}
+
+// threadIdx.x % 32 of a one-dimensional block, read anew each time: kept in a register through a long loop, it would cost a spill.
+__device__ __forceinline__ int lane_index() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
 // D += A B on a warp: A 16x16 (rows), B 16x8 (columns), 16-bit; D 16x8 float32. With g = lane / 4, t = lane % 4:
 //   a[0] = A[g][2t..2t+1], a[1] = A[g+8][2t..], a[2] = A[g][2t+8..], a[3] = A[g+8][2t+8..]
 //   b[0] = B[2t..2t+1][g], b[1] = B[2t+8..][g];  d[0..1] = D[g][2t..2t+1], d[2..3] = D[g+8][2t..]

@@ -3,7 +3,7 @@
 // A block works for KV_HEADS neighbouring KV heads and up to N_HEADS query heads of each: warp w for KV head w % KV_HEADS, on every
 // SLOTS-th tile. "Query head of the block": kv * heads + h, with `heads` query heads a KV head.
 //
-// Constants: those of tile.cuh, WARPS, KV_HEADS. Dynamic shared memory: float4 o_shared[shared_rows(heads)], see the host's twin.
+// Constants: those of tile.cuh, WARPS, KV_HEADS. Dynamic shared memory: see Exchange.
 #include "tile.cuh"
 
 #define THREADS (32 * WARPS)
@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_q(KV* q_shared, const Work& work) {
 // A warp's tiles, one after another. The next tile's K is asked for as soon as this one's is used up, then its V, and the page id of
 // the tile after next: all three are on their way while this tile is computed.
 __device__ __forceinline__ void stream_tiles(WarpState& state, const Work& work, KV* q_shared) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv = warp % KV_HEADS, end = work.tokens.end;
+    const int lane = lane_index(), warp = threadIdx.x / 32, kv = warp % KV_HEADS, end = work.tokens.end;
     const Cache k = {work.k.base + kv * work.k_head_stride + column_of<4>(lane % 4, 0), work.k.page_stride, work.k.slot_stride};
     const Cache v = {work.v.base + kv * work.v_head_stride + column_of<8>(lane / 4, 0), work.v.page_stride, work.v.slot_stride};
     int first = work.tokens.begin + warp / KV_HEADS * TILE;
@@ -101,18 +101,22 @@ template <int BATCH, class Read> __device__ __forceinline__ Piece merge_pieces(f
     return {merged.m, merged.l, acc};
 }
 
-// Shared memory where states meet: of the warps here, [WARPS][heads] sums and [WARPS][heads][COLUMNS + 1] rows, padded to spread over
-// the banks; of the threads of a merge elsewhere, [max(items, THREADS)] of each, items = KV_HEADS * heads * COLUMNS.
+// Shared memory: the block's q, and where states meet. Of the warps, [WARPS][heads] sums and [WARPS][heads][COLUMNS + 1] rows, padded to
+// spread over the banks; of the threads of a merge, [max(items, THREADS)] of each, items = KV_HEADS * heads * COLUMNS.
 struct Exchange {
-    float2* sums;
+    KV* q;  // [KV_HEADS][N_HEADS][Q_STRIDE]
     float4* rows;
+    float2* sums;
 };
-#define EXCHANGE_SUMS (THREADS > KV_HEADS * N_HEADS * COLUMNS ? THREADS : KV_HEADS * N_HEADS * COLUMNS)
+__device__ __forceinline__ Exchange exchange_at(float4* shared, int heads) {
+    float4* rows = shared + KV_HEADS * N_HEADS * Q_STRIDE / 8;
+    return {reinterpret_cast<KV*>(shared), rows, reinterpret_cast<float2*>(rows + max(WARPS * heads * (COLUMNS + 1), THREADS))};
+}
 // Pieces of one column that a thread has under way at once when it merges.
 #define MERGE_BATCH 8
 
 __device__ __forceinline__ void store_states(const Exchange& exchange, WarpState& state, int heads) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int lane = lane_index(), warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     constexpr float UNFOLD = 1.f / Format::FOLD;
     #pragma unroll
     for (int n = 0; n < N_TILES; n++)
@@ -139,13 +143,13 @@ __device__ __forceinline__ void store_states(const Exchange& exchange, WarpState
 }
 
 // The state of the block's query heads over the range of tokens, left in `exchange`.
-__device__ __forceinline__ void attend(const Work& work, const Exchange& exchange, KV* q_shared) {
+__device__ __forceinline__ void attend(const Work& work, const Exchange& exchange) {
     WarpState state = {};
     #pragma unroll
     for (int n = 0; n < N_TILES; n++)
         #pragma unroll
         for (int h = 0; h < 2; h++) state.heads[n][h].log2_per_unit = fabsf(work.scale_log2);
-    stream_tiles(state, work, q_shared);
+    stream_tiles(state, work, exchange.q);
     store_states(exchange, state, work.heads);
     __syncthreads();
 }

@@ -49,20 +49,18 @@ template <int LANES> __device__ __forceinline__ int column_of(int lane, int piec
     return piece * LANES * 8 + lane * (piece < PIECES ? 8 : 2 * REST);
 }
 
-// A lane's words of such a row, streamed from global memory or read from shared memory; `row` is the lane's first piece.
-template <int LANES, bool GLOBAL, int WORDS>
-__device__ __forceinline__ void load_row(unsigned (&words)[WORDS], const KV* row, int lane) {
+// A lane's words of such a row in global memory; `row` is the lane's first piece.
+template <int LANES, int WORDS> __device__ __forceinline__ void load_row(unsigned (&words)[WORDS], const KV* row, int lane) {
     constexpr int PIECES = WORDS / 4, REST = WORDS % 4;
     #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-        const KV* from = row + piece * LANES * 8;
-        const uint4 x = GLOBAL ? load_streaming(from) : *reinterpret_cast<const uint4*>(from);
+        const uint4 x = load_streaming(row + piece * LANES * 8);
         words[4 * piece] = x.x, words[4 * piece + 1] = x.y, words[4 * piece + 2] = x.z, words[4 * piece + 3] = x.w;
     }
-    const KV* from = row + column_of<LANES>(lane, PIECES) - column_of<LANES>(lane, 0);
-    if constexpr (REST == 1) words[WORDS - 1] = GLOBAL ? load_streaming_4(from) : *reinterpret_cast<const unsigned*>(from);
+    const KV* rest = row + column_of<LANES>(lane, PIECES) - column_of<LANES>(lane, 0);
+    if constexpr (REST == 1) words[WORDS - 1] = load_streaming_4(rest);
     if constexpr (REST == 2) {
-        const uint2 x = GLOBAL ? load_streaming_8(from) : *reinterpret_cast<const uint2*>(from);
+        const uint2 x = load_streaming_8(rest);
         words[WORDS - 2] = x.x, words[WORDS - 1] = x.y;
     }
 }
@@ -98,11 +96,11 @@ __device__ __forceinline__ int v_token(int i, int t) { return 2 * t + i % 2 + i 
 
 __device__ __forceinline__ void load_k(Tile& tile, const Cache& k, const Place& place, int last_row, int lane) {
     #pragma unroll
-    for (int i = 0; i < 2; i++) load_row<4, true>(tile.k[i], row_at(k, place, lane / 4 + 8 * i, last_row), lane % 4);
+    for (int i = 0; i < 2; i++) load_row<4>(tile.k[i], row_at(k, place, lane / 4 + 8 * i, last_row), lane % 4);
 }
 __device__ __forceinline__ void load_v(Tile& tile, const Cache& v, const Place& place, int last_row, int lane) {
     #pragma unroll
-    for (int i = 0; i < 4; i++) load_row<8, true>(tile.v[i], row_at(v, place, v_token(i, lane % 4), last_row), lane / 4);
+    for (int i = 0; i < 4; i++) load_row<8>(tile.v[i], row_at(v, place, v_token(i, lane % 4), last_row), lane / 4);
 }
 
 // The attention state of a warp for its query heads, undivided: lane (g, t) has heads 8 n + 2t and the next; l is over its own
@@ -115,18 +113,29 @@ struct WarpState {
 // Rows of q in shared memory, one a query head, this many elements apart: 16 bytes of 8 neighbouring lanes then fill all 32 banks.
 #define Q_STRIDE ((HEAD_DIM + 31) / 64 * 64 + 32)
 
+// sum += k . q over 16 columns: words i, i + 1 of the lane's K rows, and of q.
+__device__ __forceinline__ void dot_step(float (&sum)[4], const Tile& tile, int i, unsigned q0, unsigned q1) {
+    const unsigned a[4] = {tile.k[0][i], tile.k[1][i], tile.k[0][i + 1], tile.k[1][i + 1]};
+    mma_16x8x16(sum, a, q0, q1, KV());
+}
+
 // s[n] = q . k: of tokens g (two words) and g + 8 for heads 8 n + 2t and the next. Two sums side by side: half the wait, and half
 // of what the tensor cores truncate.
 __device__ __forceinline__ void dots(float (&s)[N_TILES][4], const Tile& tile, const KV* q, int lane) {
+    constexpr int PIECES = K_WORDS / 4;
     #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-        unsigned b[K_WORDS];
-        load_row<4, false>(b, q + (8 * n + lane / 4) * Q_STRIDE + lane % 4 * 8, lane % 4);
+        const KV* row = q + (8 * n + lane / 4) * Q_STRIDE;
         float sums[2][4] = {};
         #pragma unroll
-        for (int i = 0; i < HEAD_DIM / 16; i++) {
-            const unsigned a[4] = {tile.k[0][2 * i], tile.k[1][2 * i], tile.k[0][2 * i + 1], tile.k[1][2 * i + 1]};
-            mma_16x8x16(sums[i % 2], a, b[2 * i], b[2 * i + 1], KV());
+        for (int piece = 0; piece < PIECES; piece++) {
+            const uint4 x = load_shared(row + column_of<4>(lane % 4, piece));
+            dot_step(sums[0], tile, 4 * piece, x.x, x.y);
+            dot_step(sums[1], tile, 4 * piece + 2, x.z, x.w);
+        }
+        if constexpr (K_WORDS % 4 == 2) {
+            const uint2 x = load_shared_8(row + column_of<4>(lane % 4, PIECES));
+            dot_step(sums[0], tile, 4 * PIECES, x.x, x.y);
         }
         #pragma unroll
         for (int i = 0; i < 4; i++) s[n][i] = sums[0][i] + sums[1][i];

@@ -1,0 +1,266 @@
+"""Configurations of the balanced kernel against each other: `python -m bench.tune`, on a GPU.
+
+Every configuration is compiled, checked against float64 and timed on a cold cache in each case it suits, beside two floors: a
+straight read of as many bytes, and a read of the very pages in the order of the page table. Stages can be left out of the
+kernel's text to see what they cost (those results are wrong, and not checked).
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cupy_kernels import balanced, jit
+from cupy_kernels.balanced import Config
+from cupy_kernels.problem import NOT_YET, DecodeProblem, check_problem
+
+from . import accuracy, timing
+from .cases import BenchCase, PageSets, build, select
+from .floor import read_floor
+
+# What is tried, by name: for up to 8 query heads a block, for 16, for small heads.
+SMALL_GROUP = {
+    "8x1": Config(8, 1, 1),
+    "4x2": Config(4, 1, 2),
+    "4x3": Config(4, 1, 3),
+    "12x1": Config(12, 1, 1),
+    "8x1-h2": Config(8, 2, 1),
+    "8x1-h8": Config(8, 8, 1),
+    "4x3-h4": Config(4, 4, 3),
+    "12x1-h4": Config(12, 4, 1),
+    "8x1-min2": Config(8, 1, 1, 2),
+    "4x2-min2": Config(4, 1, 2, 2),
+    "4x3-min2": Config(4, 1, 3, 2),
+}
+LARGE_GROUP = {
+    "8x1": Config(8, 1, 1),
+    "4x2": Config(4, 1, 2),
+    "8x1-h2": Config(8, 2, 1),
+    "8x1-h8": Config(8, 8, 1),
+    "4x2-h4": Config(4, 4, 2),
+}
+SMALL_HEAD = {
+    "4x4": Config(4, 1, 4),
+    "4x5": Config(4, 1, 5),
+    "8x2": Config(8, 1, 2),
+    "8x1": Config(8, 1, 1),
+    "4x4-h4": Config(4, 4, 4),
+    "8x2-h8": Config(8, 8, 2),
+}
+
+DOTS = "        dots(s, tile, q_shared + kv * N_HEADS * Q_STRIDE, lane);\n"
+WEIGH = "        weigh(p, state, s);\n        accumulate(state, tile, p);\n"
+FOLD = """
+        unsigned {0}_fold = 0;
+        #pragma unroll
+        for (int i = 0; i < {1}; i++)
+            #pragma unroll
+            for (int j = 0; j < {2}; j++) {0}_fold ^= tile.{0}[i][j];
+"""
+LOADS_ONLY = (
+    ("stream.cuh", DOTS, FOLD.format("k", 2, "K_WORDS") + "        s[0][0] = __uint_as_float(k_fold);\n"),
+    ("stream.cuh", WEIGH, FOLD.format("v", 4, "V_WORDS")
+     + "        state.acc[0][0][0] += __uint_as_float(v_fold) + s[0][0];\n"),
+)  # fmt: skip
+NO_MERGE = (("balanced.cu", "        if (row.pieces > 1) {\n            __syncthreads();\n", "        if (false) {\n"),)
+# Left out of a configuration, by suffix.
+STAGES = {"": (), "/loads": LOADS_ONLY, "/loads,no merge": LOADS_ONLY + NO_MERGE, "/no merge": NO_MERGE}
+
+PAGED_FLOOR = r"""
+// Whole pages in the order of the page table, K then V of each: 256 threads take a page, 8 loads of 16 bytes a thread at once.
+extern "C" __global__ void __launch_bounds__(256, 8) paged_floor(
+    const uint4* k, const uint4* v, const int* pages, long long count, int vectors, unsigned* fold) {
+    unsigned folded = 0;
+    for (long long i = blockIdx.x; i < 2 * count; i += gridDim.x) {
+        const uint4* page = (i % 2 ? v : k) + (long long)pages[i / 2] * vectors;
+        for (int first = threadIdx.x; first < vectors; first += 8 * 256) {
+            uint4 x[8];
+            #pragma unroll
+            for (int j = 0; j < 8; j++) {
+                x[j] = make_uint4(0, 0, 0, 0);
+                if (first + j * 256 < vectors)
+                    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(x[j].x), "=r"(x[j].y), "=r"(x[j].z), "=r"(x[j].w) : "l"(page + first + j * 256));
+            }
+            #pragma unroll
+            for (int j = 0; j < 8; j++) folded ^= x[j].x ^ x[j].y ^ x[j].z ^ x[j].w;
+        }
+    }
+    if (folded == 0x9E3779B9u) *fold = folded;
+}
+"""
+
+
+def configs(case: BenchCase) -> dict[str, Config]:
+    """Those that suit the case."""
+    group = case.num_q_heads // case.num_kv_heads
+    table = SMALL_HEAD if case.head_dim <= 64 else LARGE_GROUP if group > balanced.N_TILE else SMALL_GROUP
+    return {name: config for name, config in table.items() if case.num_kv_heads % config.kv_heads == 0}
+
+
+def paged_floor(sets: PageSets) -> float:
+    """Microseconds to read the pages of a set, whole, in order. Only where they are full."""
+    import cupy
+
+    kernel = cupy.RawKernel(PAGED_FLOOR, "paged_floor", ("--std=c++17",))
+    case, fold = sets.case, cupy.zeros(1, np.uint32)
+    pages = [cupy.concatenate([table[b, :count] for b, count in enumerate(case.pages)]) for table in sets.page_tables]
+    vectors = int(np.prod(sets.k_cache.shape[1:])) * sets.k_cache.itemsize // 16
+    grid = (8 * int(cupy.cuda.Device().attributes["MultiProcessorCount"]),)
+
+    def call(i: int) -> None:
+        arguments = (sets.k_cache, sets.v_cache, pages[i], np.int64(pages[i].size), np.int32(vectors), fold)
+        kernel(grid, (256,), arguments)
+
+    return timing.settled(lambda: timing.measure(call, len(sets)).us)
+
+
+def problems(sets: PageSets) -> list[DecodeProblem]:
+    """The checked call on each set."""
+    return [
+        check_problem(
+            *sets.arguments(i), sm_scale=None, layout=sets.case.layout, lse_base="e", check_values=False, not_yet=dict(NOT_YET)
+        )
+        for i in range(len(sets))
+    ]  # fmt: skip
+
+
+def caller(sets: PageSets, config: Config) -> Callable[[int], Any]:
+    """Enqueues the kernel on set i; the workspace is shared, as of one stream."""
+    case, xp = sets.case, sets.xp
+    sms = int(xp.cuda.Device().attributes["MultiProcessorCount"])
+    grid = balanced.plan_grid(
+        batch_size=case.batch_size, num_kv_heads=case.num_kv_heads, group_size=case.num_q_heads // case.num_kv_heads,
+        head_dim=case.head_dim, num_sms=sms, config=config,
+    )  # fmt: skip
+    calls, workspace = problems(sets), balanced.Workspace.of(xp, grid)
+
+    def call(i: int) -> Any:
+        balanced.launch_balanced(calls[i], sets.out[i], sets.lse[i], grid, workspace)
+        return sets.out[i]
+
+    call.workspace = workspace  # type: ignore[attr-defined]
+    return call
+
+
+def compile_all(cases: list[BenchCase], stages: dict[str, tuple]) -> Iterator[str]:
+    """Compiles what the cases need, side by side; yields a line a kernel."""
+
+    def one(values: tuple[tuple[str, Any], ...], patches: tuple) -> str:
+        start = time.perf_counter()
+        with_patches = jit._kernel("balanced.cu", "balanced", values, patches)
+        kernel = with_patches._compiled(0)
+        kernel.compile()
+        used = f"{kernel.num_regs} registers, {kernel.local_size_bytes} bytes local, {kernel.shared_size_bytes} static"
+        return f"{dict(values)}: {used}, {time.perf_counter() - start:.1f} s"
+
+    wanted = {
+        (tuple(sorted(balanced.constants(
+            case.dtype, case.dtype, case.head_dim, case.num_q_heads // case.num_kv_heads, case.page_size, config
+        ).items())), patches)
+        for case in cases for config in configs(case).values() for patches in stages.values()
+    }  # fmt: skip
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        futures = {pool.submit(one, *key): key for key in wanted}
+        for future in concurrent.futures.as_completed(futures):
+            try:
+                yield future.result()
+            except Exception as error:
+                yield f"{futures[future]}: {type(error).__name__}: {str(error)[-2000:]}"
+
+
+def same_bits(sets: PageSets, call: Callable[[int], Any], repeats: int = 20) -> bool:
+    """Whether repeats on set 0 give the same bits and leave the counters at zero."""
+    first = call(0).copy()
+    same = all(bool((call(0).view(np.uint8) == first.view(np.uint8)).all()) for _ in range(repeats))
+    return same and not bool(call.workspace.counters.any())  # type: ignore[attr-defined]
+
+
+def tune(
+    case: BenchCase, stages: dict[str, tuple], *, exact: bool, seed: int, say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """One row a configuration and stage."""
+    import cupy
+
+    sets = build(case, cupy, seed)
+    full = all(length % case.page_size == 0 for length in case.context_lens)
+    floor = read_floor((sets.k_cache, sets.v_cache), case.kv_bytes, len(sets))
+    paged = paged_floor(sets) if full else None
+    say(f"{case.name}: read {floor:.1f} us, its pages {paged if paged is None else round(paged, 1)} us")
+    reference = accuracy.reference(sets, seed) if exact else None
+    for name, config in configs(case).items():
+        for suffix, patches in stages.items():
+            row: dict[str, Any] = {"case": case.name, "config": name + suffix, "read_us": floor, "pages_us": paged}
+            try:
+                with jit.settings(patches=patches):
+                    call = caller(sets, config)
+                    if not patches:
+                        accuracy.check(sets, call)
+                        row["same_bits"] = same_bits(sets, call)
+                    row["us"] = min(timing.measure(call, len(sets)).us for _ in range(2))
+                    if not patches and reference is not None:
+                        row["exact_fraction"], row["rho"] = reference.measure(sets, call)
+                        reference = None if case.name != "1x1024" else reference
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
+            say("  " + format_row(row))
+            yield row
+    del sets
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """A configuration in one line."""
+    if "error" in row:
+        return f"{row['config']:<18}{row['error']}"
+    line = f"{row['config']:<18}{row['us']:8.1f} us  {100 * row['read_us'] / row['us']:5.1f} % of read"
+    if row.get("same_bits") is False:
+        line += "  BITS DIFFER"
+    if "exact_fraction" in row:
+        line += f"  exact {100 * row['exact_fraction']:.3f} %, rho {row['rho']:.4f}"
+    return line
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
+    parser.add_argument("--cases", default="all", help="names of bench.cases, by commas")
+    parser.add_argument("--stages", action="store_true", help="also leave stages out")
+    parser.add_argument("--exact", action="store_true", help="measure the share of correctly rounded outputs")
+    parser.add_argument("--seconds", type=float, default=240, help="start no further case after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="folder for tune.json")
+    options = parser.parse_args()
+    say = functools.partial(print, flush=True)
+    start, cases = time.perf_counter(), select(options.cases)
+    stages = STAGES if options.stages else {"": ()}
+    for line in compile_all(cases, stages):
+        say(line)
+    say(f"compiled after {time.perf_counter() - start:.0f} s")
+    rows: list[dict[str, Any]] = []
+    options.out.mkdir(parents=True, exist_ok=True)
+    for case in cases:
+        if time.perf_counter() - start > options.seconds:
+            say(f"{case.name}: no time left")
+            continue
+        for row in tune(case, stages, exact=options.exact, seed=options.seed, say=say):
+            rows.append(row)
+            (options.out / "tune.json").write_text(json.dumps(rows, indent=1))
+    say(f"{time.perf_counter() - start:.0f} s\n")
+    for case in cases:
+        done = [row for row in rows if row["case"] == case.name and "us" in row and "/" not in row["config"]]
+        if done:
+            best = min(done, key=lambda row: row["us"])
+            say(f"{case.name:<14}" + format_row(best))
+
+
+if __name__ == "__main__":
+    main()
