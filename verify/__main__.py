@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--out", type=Path, default=Path("verify-report"), metavar="DIR", help="where reports go")
     chosen = argparse.ArgumentParser(add_help=False)
     names = ",".join(LISTS)
-    chosen.add_argument("--cases", type=_names, default=list(LISTS), metavar=names, help="lists of cases; all by default")
+    chosen.add_argument("--cases", type=_names, metavar=names, help="lists of cases alone; without it all, and every other part")
     chosen.add_argument("--depth", choices=tuple(run.SEEDS), default="quick", help="full: every case with several seeds")
     chosen.add_argument("--workers", type=int, metavar="N", help="processes that share the work; the cores, by default")
 
@@ -84,10 +84,10 @@ def _hardware(given: argparse.Namespace, device: str) -> int:
 def _ratchet(given: argparse.Namespace, device: str) -> int:
     name = environment(device)["device"]
     if not given.renew:
-        for configuration, measures in ratchet.load().get(run.ratchet_device(name), {}).items():
+        for configuration, measures in ratchet.load(ratchet.RATCHET).get(run.ratchet_device(name), {}).items():
             print(f"{configuration}  {', '.join(f'{key} {value:.4g}' for key, value in measures.items())}")
         return 0
-    rows, pools = _cases(given, device, name, given.cases, [], None)
+    rows, pools = _cases(given, device, name, [], None)
     failed = [row["name"] for row in [*rows, *pools] if row["verdict"] != "pass"]
     # A record of a broken kernel would let it pass from now on.
     if failed:
@@ -101,9 +101,10 @@ def _ratchet(given: argparse.Namespace, device: str) -> int:
 def _verify(given: argparse.Namespace, device: str) -> int:
     started = time.perf_counter()
     found = environment(device)
-    rows, pools = _cases(given, device, found["device"], given.cases, given.case, given.seed)
-    whole = not given.case
-    if whole and given.seed is None:
+    rows, pools = _cases(given, device, found["device"], given.case, given.seed)
+    whole = not given.case and given.cases is None
+    # Only like compares with like: the same cases with the same seeds.
+    if not given.case and given.seed is None:
         run.check_ratchet(pools, found["device"], _configuration(given))
     parts = {part: _part(part, given, device) if whole and part not in given.skip else None for part in PARTS}
     mutants, sections = parts["mutants"] or [], parts["experiments"] or []
@@ -122,10 +123,10 @@ def _verify(given: argparse.Namespace, device: str) -> int:
 
 
 def _cases(
-    given: argparse.Namespace, device: str, device_name: str, lists: Sequence[str], names: Sequence[str], seed: int | None
+    given: argparse.Namespace, device: str, device_name: str, names: Sequence[str], seed: int | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of cases and of pools."""
-    chosen = run.choose(lists, names, seed, given.depth)
+    chosen = run.choose(given.cases or list(LISTS), names, seed, given.depth)
     # What the caller planted here is planted in every process.
     patches = jit._settings["patches"]
     tasks = [run.Task(case, name, device, device_name, run.REPEATS[given.depth], patches) for name, case in chosen]
@@ -136,7 +137,7 @@ def _cases(
 
 
 def _configuration(given: argparse.Namespace) -> str:
-    return f"{given.depth} {','.join(given.cases)}"
+    return f"{given.depth} {','.join(given.cases or LISTS)}"
 
 
 def _part(part: str, given: argparse.Namespace, device: str) -> list[Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import time
@@ -21,7 +20,7 @@ from cupy_kernels import jit
 from . import kernels, ratchet
 from .arithmetic import Arithmetic, rounding
 from .assertion import same_pages
-from .budget import SOURCES, Budget, decode_budget, partial_budget
+from .budget import Budget, decode_budget, partial_budget
 from .cases import LISTS, Case, build
 from .population import Population
 from .tiers import bitwise, compare
@@ -219,7 +218,7 @@ def _then(done: Callable[[], None], result: Judged) -> Judged:
 
 def check_ratchet(rows: list[dict[str, Any]], device_name: str, configuration: str) -> None:
     """Adds T8 to the pools' rows: `configuration` says which cases were run, for only like compares with like."""
-    records = ratchet.load()
+    records = ratchet.load(ratchet.RATCHET)
     for row in rows:
         verdict = ratchet.check(records, ratchet_device(device_name), f"{configuration}: {row['name']}", row["measures"])
         row["tiers"]["T8"] = {"verdict": verdict.verdict, "ratio": verdict.ratio}
@@ -230,15 +229,10 @@ def check_ratchet(rows: list[dict[str, Any]], device_name: str, configuration: s
 
 def renew_ratchet(rows: list[dict[str, Any]], device_name: str, configuration: str) -> None:
     """Records what the pools measured."""
-    ratchet.renew(ratchet_device(device_name), {f"{configuration}: {row['name']}": row["measures"] for row in rows})
+    found = {f"{configuration}: {row['name']}": row["measures"] for row in rows}
+    ratchet.renew(ratchet_device(device_name), found, ratchet.RATCHET)
 
 
 def ratchet_device(device_name: str) -> str:
     """The stand-in computes the same on every processor."""
     return device_name.partition(" (")[0]
-
-
-@functools.cache
-def source_names() -> tuple[str, ...]:
-    """The sources of error, in the order in which a kernel meets them."""
-    return tuple(SOURCES)
