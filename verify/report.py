@@ -192,7 +192,7 @@ def worst_of_families(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The case of each family whose worst element came closest to its bound, closest first; only families with an error."""
     by_family: dict[str, dict[str, Any]] = {}
     for row in sorted(rows, key=ratio):
-        if row["worst"] and row["worst"]["budget"] and 0 < ratio(row) < math.inf:
+        if row["worst"] and 0 < sum(row["worst"]["budget"].values()) < math.inf and 0 < ratio(row) < math.inf:
             by_family[row["family"]] = row
     return sorted(by_family.values(), key=ratio, reverse=True)
 
