@@ -1,0 +1,294 @@
+"""The tensor-core kernel of schedule="balanced", launched by itself: few shares, small blocks, and so short contexts."""
+
+import io
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from decode_cases import VIEWS
+from helpers import DTYPES, U32, assert_empty, assert_same_bits, assert_within, on, paged, slot_of, stored, to_numpy
+
+import reference
+from cupy_kernels import balanced, jit
+from cupy_kernels.balanced import Config, Workspace, launch_balanced, plan_grid, refusal
+from cupy_kernels.problem import NOT_YET, check_problem
+from reference import gather
+
+
+@dataclass(frozen=True)
+class Case:
+    lens: tuple = (37, 0, 100)  # tokens of each request
+    dtype: str = "float16"  # of q, K and V
+    out_dtype: str = "float32"  # so that the rounding of the store hides nothing
+    heads: tuple = (4, 2)  # num_q_heads, num_kv_heads
+    head_dim: int = 64
+    page_size: int = 16
+    layout: str = "NHD"
+    shares: int = 3  # equal parts the batch is cut into, at most
+    config: Config = Config(warps=2)  # noqa: RUF009
+    lse_base: str = "e"
+    sm_scale: float | None = None
+    view: str = "plain"  # how the inputs lie in memory, see VIEWS
+
+    def inputs(self, **options):
+        sizes = {"num_q_heads": self.heads[0], "num_kv_heads": self.heads[1], "head_dim": self.head_dim}
+        sizes |= {"page_size": self.page_size, "dtype": self.dtype, "layout": self.layout}
+        return VIEWS[self.view](paged(self.lens, **sizes, **options))
+
+
+# Every group size that fills its MMA columns in another way, every head_dim, pages below, at, above and across the tile's 16.
+CASES = [
+    Case(),
+    Case(heads=(1, 1), head_dim=128, page_size=1, lens=(33,)),
+    Case(heads=(6, 2), head_dim=80, page_size=3, dtype="bfloat16", lens=(40, 70)),
+    Case(heads=(5, 1), head_dim=96, page_size=48, layout="HND", lens=(96, 97)),
+    Case(heads=(7, 1), head_dim=192, page_size=20, lens=(41,), lse_base="2"),
+    Case(heads=(8, 1), head_dim=256, page_size=32, lens=(60,), dtype="bfloat16", out_dtype="bfloat16"),
+    Case(heads=(12, 1), head_dim=128, page_size=4, layout="HND", lens=(50, 3)),
+    Case(heads=(16, 1), head_dim=64, page_size=16, dtype="bfloat16", lens=(1, 16, 17)),
+    Case(heads=(24, 1), head_dim=96, page_size=16, lens=(35,), shares=2),
+    Case(heads=(9, 1), head_dim=256, page_size=16, lens=(40,), shares=1),
+    Case(heads=(35, 1), head_dim=64, page_size=64, lens=(20,)),
+    Case(heads=(8, 4), config=Config(warps=4, kv_heads=2), lens=(90, 20, 0, 17)),
+    Case(heads=(4, 4), config=Config(warps=4, kv_heads=4), page_size=1, shares=5),
+    Case(config=Config(warps=2, min_tiles=2), lens=(30, 33, 31, 64)),
+    Case(sm_scale=-0.3),
+    Case(sm_scale=0.0, shares=2),
+    # Scores by the hundred, of either sign: maxima rise often and by much.
+    Case(sm_scale=8.0, shares=7),
+    Case(sm_scale=8.0, dtype="bfloat16"),
+    Case(lens=(0, 0, 0)),
+    Case(lens=()),
+    *(Case(view=view, lens=(37, 20)) for view in VIEWS if view not in ("plain", "unlike strides")),
+]
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dtype}-{case.heads}-{case.head_dim}-{case.view}")
+
+
+def problem_of(xp, case, args):
+    return check_problem(
+        **on(xp, args),
+        sm_scale=case.sm_scale,
+        layout=case.layout,
+        lse_base=case.lse_base,
+        check_values=True,
+        not_yet=dict(NOT_YET),
+    )
+
+
+def grid_of(case):
+    group_size, head_dim = case.heads[0] // case.heads[1], case.head_dim
+    columns = case.heads[1] // case.config.kv_heads * balanced.chunks(head_dim, group_size)
+    return plan_grid(
+        batch_size=len(case.lens), num_kv_heads=case.heads[1], group_size=group_size, head_dim=head_dim,
+        num_sms=case.shares * columns, config=case.config,
+    )  # fmt: skip
+
+
+def poisoned(xp, grid):
+    """A workspace whose pieces hold NaN."""
+    workspace = Workspace.of(xp, grid)
+    workspace.o_pieces[...] = np.nan
+    workspace.sum_pieces[...] = np.nan
+    return workspace
+
+
+def run(xp, case, args, workspace=None):
+    """(out, lse) in NumPy; both are NaN before the launch, and the counters zero after it."""
+    problem, grid = problem_of(xp, case, args), grid_of(case)
+    assert refusal(problem) is None
+    workspace = workspace or poisoned(xp, grid)
+    out = xp.full(problem.q.shape, np.nan, DTYPES[case.out_dtype])
+    lse = xp.full(problem.q.shape[:2], np.nan, np.float32)
+    launch_balanced(problem, out, lse, grid, workspace)
+    assert not np.any(to_numpy(workspace.counters))
+    return to_numpy(out), to_numpy(lse)
+
+
+def expected(case, args):
+    return reference.paged_decode(**args, sm_scale=case.sm_scale, layout=case.layout)
+
+
+def bound(case, args, out, lse):
+    """What the kernel may miss by: [B, Hq, D] for o, [B, Hq] for the natural lse.
+
+    A score: D / 32 + 1 MMA steps of 10.5 u each (they truncate), 3 roundings of the difference. Its weight: ex2's 5 u, 6 u a
+    rescale, and p in parts: two float16 hold 22 bits above 2^-46, n bfloat16 hold 8 n. Numerator and denominator move
+    together, so an error delta_j costs pi_j delta_j |v_j - out|. The sums: 10.5 u for each part of a tile, a rounding a tile and
+    a piece.
+    """
+    e_o, e_lse = np.zeros(out.shape), np.zeros(lse.shape)
+    scale = 1 / math.sqrt(case.head_dim) if case.sm_scale is None else case.sm_scale
+    parts = balanced.p_parts(case.dtype, case.out_dtype)
+    rounded, least = (2.0**-22, 2.0**-46) if case.dtype == "float16" else (2.0 ** (-8 * parts), 0.0)
+    for b, n in enumerate(args["context_lens"].tolist()):
+        k, v = (gather(args[name], args["page_table"][b], 0, n, case.layout) for name in ("k_cache", "v_cache"))
+        for h in range(case.heads[0] if n else 0):
+            group = case.heads[0] // case.heads[1]
+            k_h, v_h, q_h = k[:, h // group], v[:, h // group], args["q"][b, h].astype(np.float64)
+            s = scale * (k_h @ q_h)
+            pi, steps = np.exp(s - lse[b, h]), n / 16 + case.shares + 8
+            delta = U32 * (10.5 * (case.head_dim / 32 + 1) * abs(scale) * (np.abs(k_h) @ np.abs(q_h)))
+            delta += U32 * (3 * (s.max() - s) / math.log(2) + 5 + 6 * steps) + rounded
+            sums = (10.5 * parts + 2 * steps) * U32
+            e_o[b, h] = 1.01 * (pi * delta + least) @ np.abs(v_h - out[b, h]) + sums * (pi @ np.abs(v_h))
+            e_lse[b, h] = 1.01 * pi @ delta + n * least + steps * U32 + 3 * U32 * (abs(lse[b, h]) + np.abs(s).max())
+    return e_o + stored(out, case.out_dtype), e_lse
+
+
+@every_case
+def test_against_the_reference(xp, case):
+    args = case.inputs()
+    want_o, want_lse = expected(case, args)
+    e_o, e_lse = bound(case, args, want_o, want_lse)
+    o, lse = run(xp, case, args)
+    assert_within(o, want_o, e_o, "o")
+    assert_within(lse.astype(np.float64) * (math.log(2) if case.lse_base == "2" else 1), want_lse, e_lse, "lse")
+    empty = args["context_lens"] == 0
+    assert_empty((o[empty], lse[empty]))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_outputs_are_correctly_rounded(xp, dtype):
+    # p to fp32 accuracy: where 16 bits of p alone would give about 65 % (63 % in simulation), all but a few round the same way.
+    case = Case(lens=(100,) * 4, heads=(8, 2), head_dim=128, dtype=dtype, out_dtype=dtype)
+    args = case.inputs()
+    want, _ = expected(case, args)
+    assert np.mean(run(xp, case, args)[0] == want.astype(DTYPES[dtype])) >= 0.995
+
+
+def test_order_of_threads_and_blocks_is_free():
+    for case in (CASES[0], Case(heads=(8, 4), config=Config(warps=4, kv_heads=2), lens=(90, 20, 0, 17), shares=5)):
+        args = case.inputs()
+        plain = run(np, case, args)
+        for seed in (1, 2, 3):
+            with jit.settings(seed=seed):
+                assert_same_bits(run(np, case, args), plain)
+
+
+def test_pages_may_lie_anywhere(xp):
+    case = Case(page_size=5)
+    pool_pages = case.inputs()["k_cache"].shape[0]
+    forward, backward = (case.inputs(order=order) for order in (range(pool_pages), range(pool_pages)[::-1]))
+    assert_same_bits(run(xp, case, backward), run(xp, case, forward))
+
+
+def test_poison_of_any_kind_stays_outside(xp):
+    for case in (Case(), Case(page_size=3), Case(dtype="bfloat16", page_size=48)):
+        plain = run(xp, case, case.inputs())
+        for poison in (np.inf, 3e4, 0.0):
+            args = case.inputs(poison=poison)
+            args["q"][1] = np.nan
+            assert_same_bits(run(xp, case, args), plain)
+
+
+def test_workspace_is_used_again(xp):
+    long, short = Case(lens=(100, 70, 64)), Case(lens=(3, 0, 40))
+    workspace = poisoned(xp, grid_of(long))
+    for case in (long, short, Case(lens=(0, 0, 0)), long, long):
+        args = case.inputs()
+        assert_same_bits(run(xp, case, args, workspace), run(xp, case, args))
+
+
+@pytest.mark.parametrize("shares", [1, 2, 4, 7, 13])
+def test_any_number_of_shares(xp, shares):
+    case = Case(lens=(1, 100, 0, 0, 31, 33), shares=shares)
+    args = case.inputs()
+    want = expected(case, args)
+    for got, exact, error in zip(run(xp, case, args), want, bound(case, args, *want), strict=True):
+        assert_within(got, exact, error)
+
+
+def test_more_requests_than_threads(xp):
+    lens = tuple(17 * (i % 9 == 4) + 3 * (i % 50 == 7) for i in range(200))
+    case = Case(lens=lens, heads=(1, 1), shares=6)
+    args = case.inputs()
+    want = expected(case, args)
+    for got, exact, error in zip(run(xp, case, args), want, bound(case, args, *want), strict=True):
+        assert_within(got, exact, error)
+
+
+@pytest.mark.parametrize("token", [0, 20, 36])
+def test_non_finite_inputs_spread_as_in_the_reference(xp, token):
+    case = Case(lens=(37, 50), sm_scale=0.1)
+    for name, column, value in (("k_cache", 3, np.nan), ("v_cache", 3, np.nan), ("v_cache", 5, np.inf), ("k_cache", 9, np.inf)):
+        args = case.inputs()
+        args[name][(*slot_of(args, 0, token), 1, column)] = value
+        for got, want in zip(run(xp, case, args), expected(case, args), strict=True):
+            np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+    args = case.inputs()
+    args["q"][1, 2, 7] = np.nan
+    for got, want in zip(run(xp, case, args), expected(case, args), strict=True):
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_equal_keys_average_exactly(xp, dtype):
+    case = Case(lens=(64, 32), dtype=dtype, out_dtype="float32")
+    args = case.inputs()
+    rng = np.random.default_rng(0)
+    args["k_cache"][...] = 1
+    args["v_cache"][...] = rng.integers(-8, 8, args["v_cache"].shape)
+    out, _ = run(xp, case, args)
+    np.testing.assert_array_equal(out, expected(case, args)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_token_far_below_the_maximum_counts(xp, dtype):
+    # One token of value 0 and weight 1, the rest of weight 1e-7 each: one float16 would round the small weights to nothing much.
+    case = Case(lens=(64,), heads=(1, 1), dtype=dtype, sm_scale=1.0)
+    args = case.inputs()
+    args["q"][...] = 1
+    args["k_cache"][...] = -0.25
+    args["k_cache"][slot_of(args, 0, 0)] = 0
+    args["v_cache"][...] = np.linspace(1, 2, 64)
+    args["v_cache"][slot_of(args, 0, 0)] = 0
+    want = expected(case, args)
+    out, _ = run(xp, case, args)
+    np.testing.assert_allclose(out, want[0], rtol=2.0**-20 if dtype == "float16" else 2.0**-15)
+
+
+def test_what_is_refused():
+    for part, case in (
+        ("float16 or bfloat16", Case(dtype="float32")),
+        ("head_dim", Case(head_dim=72)),
+        ("rows of k_cache aligned to 16 bytes", Case(view="unlike strides")),
+    ):
+        assert part in refusal(problem_of(np, case, case.inputs()))
+    args = Case().inputs()
+    shifted = np.zeros(args["v_cache"].size + 4, np.float16)[4:].reshape(args["v_cache"].shape)
+    assert "rows of v_cache aligned" in refusal(problem_of(np, Case(), args | {"v_cache": shifted}))
+
+
+def test_grid_fills_the_device():
+    sizes = {"batch_size": 3, "group_size": 4, "head_dim": 128, "num_sms": 132}
+    grid = plan_grid(**sizes, num_kv_heads=8, config=Config(warps=4, blocks_per_sm=2))
+    assert grid.dims == (1, 8, 33)
+    # More columns than places for blocks: one share, and the rest wait.
+    assert plan_grid(**sizes, num_kv_heads=500, config=Config()).dims == (1, 500, 1)
+    with pytest.raises(ValueError, match="num_kv_heads: expected a multiple of 2, got 3"):
+        plan_grid(**sizes, num_kv_heads=3, config=Config(warps=4, kv_heads=2))
+
+
+SPECIALISATIONS = [dict(values) for values in sorted({tuple(values.items()) for values in balanced.specialisations()}, key=str)]
+
+
+@pytest.mark.parametrize("values", SPECIALISATIONS, ids=lambda values: "-".join(map(str, values.values())))
+def test_no_register_is_spilled(values):
+    core = pytest.importorskip("cuda.core")
+    pathfinder = pytest.importorskip("cuda.pathfinder")
+    headers = pathfinder.find_nvidia_header_directory("cudart")
+    if headers is None:
+        pytest.skip("no CUDA headers")
+    kernel = jit.kernel("balanced.cu", "balanced", **values)
+    options = core.ProgramOptions(
+        arch="sm_90", std="c++17", include_path=headers, define_macro=[tuple(one[2:].split("=")) for one in kernel.defines],
+        ptxas_options=["-v"],
+    )  # fmt: skip
+    log = io.StringIO()
+    core.Program(jit.read_source("balanced.cu"), "c++", options).compile("cubin", logs=log)
+    stack, *spills = map(
+        int, re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes", log.getvalue()).groups()
+    )
+    assert (stack, *spills) == (0, 0, 0)
