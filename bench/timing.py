@@ -1,0 +1,133 @@
+"""Times: device events around replays of a CUDA graph on a cold cache, the host's share of a call, and what lines say of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+REPEATS = 20
+# A replay should take this long, so that what an event costs does not show; and not more nodes than that.
+REPLAY_US, MAX_NODES = 1000, 256
+# All replays of one measurement; slower calls get fewer of them, but at least three.
+BUDGET_US = 2e6
+HOST_CALLS = 300
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call: the median over replays, and half the distance of its quartiles relative to it."""
+
+    us: float
+    spread: float
+
+
+def summary(samples: Sequence[float]) -> Timing:
+    """The Timing of one number a replay."""
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(middle, (high - low) / 2 / middle)
+
+
+def nodes(num_sets: int, one_turn_us: float) -> int:
+    """Calls in one graph: whole turns through the page sets, REPLAY_US of them where MAX_NODES allows."""
+    turns = min(round(REPLAY_US / max(one_turn_us, 1.0)), MAX_NODES // num_sets)
+    return num_sets * max(1, turns)
+
+
+def measure(call: Callable[[int], Any], num_sets: int, repeats: int = REPEATS) -> Timing:
+    """Captures `call(0) ... call(num_sets - 1)`, in turn, as one CUDA graph and times its replays.
+
+    `call(i)` enqueues one call on page set i on CuPy's current stream. It is run twice on each set before the capture.
+    """
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    # The graph's own pool: what a call allocates and frees must not be given to others while the graph writes there.
+    pool = cupy.cuda.MemoryPool()
+    with stream, cupy.cuda.using_allocator(pool.malloc):
+        for i in range(num_sets):
+            call(i)
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record(stream)
+        for i in range(num_sets):
+            call(i)
+        stop.record(stream)
+        stop.synchronize()
+        count = nodes(num_sets, 1e3 * cupy.cuda.get_elapsed_time(start, stop))
+        stream.begin_capture()
+        try:
+            for n in range(count):
+                call(n % num_sets)
+        finally:
+            graph = stream.end_capture()
+        return measure_replays(lambda: graph.launch(stream), count, repeats, stream)
+
+
+def measure_replays(replay: Callable[[], Any], calls: int, repeats: int = REPEATS, stream: Any = None) -> Timing:
+    """Times `replay()`, which enqueues `calls` calls on the stream (None: the legacy default stream)."""
+    import cupy
+
+    stream = cupy.cuda.Stream.null if stream is None else stream
+    events = [[cupy.cuda.Event(), cupy.cuda.Event()] for _ in range(repeats + 1)]
+
+    def run(pairs: list[list[Any]]) -> list[float]:
+        # All enqueued before the first wait: launching a graph takes the host longer than the device takes to start it.
+        for start, stop in pairs:
+            start.record(stream)
+            replay()
+            stop.record(stream)
+        pairs[-1][1].synchronize()
+        return [1e3 * cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairs]
+
+    replay()
+    (one,) = run(events[:1])
+    return summary([us / calls for us in run(events[1 : 1 + max(3, min(repeats, int(BUDGET_US / one)))])])
+
+
+def host_us(call: Callable[[int], Any], num_sets: int, calls: int | None = None) -> float:
+    """Median microseconds that the host spends in one eager call, the device working behind it."""
+    import cupy
+
+    samples = []
+    cupy.cuda.Device().synchronize()
+    for n in range(calls or HOST_CALLS):
+        start = time.perf_counter()
+        call(n % num_sets)
+        samples.append(time.perf_counter() - start)
+    cupy.cuda.Device().synchronize()
+    return 1e6 * statistics.median(samples)
+
+
+@dataclass(frozen=True)
+class Line:
+    """`us = start + slope * x`, and the largest relative distance of a point from it."""
+
+    start: float
+    slope: float
+    off: float
+
+
+def affine_fit(x: Sequence[float], us: Sequence[float]) -> Line:
+    """The straight line whose relative distances to the points are least in the sum of squares."""
+    # Least squares of ((a + b x) - t) / t: with weights w = 1 / t^2, b = cov(x, t) / var(x).
+    weights = [t**-2 for t in us]
+    total = sum(weights)
+    mean_x = sum(w * a for w, a in zip(weights, x, strict=True)) / total
+    mean_t = sum(w * t for w, t in zip(weights, us, strict=True)) / total
+    cov = sum(w * (a - mean_x) * (t - mean_t) for w, a, t in zip(weights, x, us, strict=True))
+    slope = cov / sum(w * (a - mean_x) ** 2 for w, a in zip(weights, x, strict=True))
+    start = mean_t - slope * mean_x
+    return Line(start, slope, max(abs(start + slope * a - t) / t for a, t in zip(x, us, strict=True)))
+
+
+def settled(sample: Callable[[], float], agree: float = 0.01, most: int = 8) -> float:
+    """The least of samples, drawn until the two least agree within `agree`, at most `most` of them."""
+    least: list[float] = []
+    while len(least) < most:
+        least = sorted([*least, sample()])
+        if len(least) > 1 and least[1] <= least[0] * (1 + agree):
+            break
+    return least[0]
