@@ -1,5 +1,6 @@
 """Inputs whose unreadable parts are poison, their way to the array module under test, and what an error may be."""
 
+import ctypes
 import math
 
 import ml_dtypes
@@ -8,6 +9,7 @@ import pytest
 
 from cupy_kernels import paged_decode
 from cupy_kernels.decode import SCHEDULES
+from cupy_kernels.host import build
 from reference import gather
 
 INT_MAX = np.iinfo(np.int32).max
@@ -210,3 +212,12 @@ class Guarded:
         found = to_numpy(self.buffer).copy()
         found[self.inside] = CANARY
         assert np.all(found == CANARY)
+
+
+def launch(text, name, threads, *arrays, grid=(1, 1, 1), shared_bytes=0, seed=0, defines=()):
+    """Runs a kernel text on the CPU, its parameters all pointers; returns the launcher's status."""
+    library = build.load(text, (name,), tuple(defines))
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+    addresses = (ctypes.c_void_p * len(arrays))(*map(ctypes.addressof, pointers))
+    sizes = (ctypes.c_uint * 3)(*grid), ctypes.c_uint(threads), ctypes.c_uint(shared_bytes)
+    return library[f"launch_{name}"](*sizes, addresses, ctypes.c_uint64(seed))
