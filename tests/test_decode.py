@@ -1,5 +1,7 @@
 """The ladder: partial states, their merge and the whole decode, each against the reference's float64 and nothing else."""
 
+import types
+
 import numpy as np
 import pytest
 from decode_cases import CASES, VIEWS
@@ -8,7 +10,9 @@ from helpers import (
     U32,
     Guarded,
     assert_empty,
+    assert_same_bits,
     assert_within,
+    bits,
     decode,
     decode_bound,
     merge_bound,
@@ -41,6 +45,13 @@ def test_views_are_views():
         for array, want in zip(args.values(), plain.values(), strict=True):
             np.testing.assert_array_equal(array.astype(np.float64), want.astype(np.float64))
         assert (name == "plain") == all(array.flags.c_contiguous for array in args.values())
+        # and stay so on their way to a device
+        device = types.SimpleNamespace(asarray=np.array, lib=np.lib)
+        for array in args.values():
+            moved = move(device, array)
+            assert not np.shares_memory(moved, array)
+            assert moved.strides == array.strides
+            np.testing.assert_array_equal(bits(moved), bits(array))
 
 
 @every_case
@@ -133,6 +144,28 @@ def test_outputs_given_by_the_caller(xp, num_splits):
     for guarded, want in ((out, plain[0]), (lse, plain[1]), (o_part, parts[0]), (lse_part, parts[1])):
         np.testing.assert_array_equal(to_numpy(guarded.view), want)
         guarded.assert_outside_untouched()
+
+
+class Foreign:
+    """An array of another library: it speaks DLPack and nothing else."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_arrays_that_speak_dlpack_are_taken_as_they_lie(xp):
+    args = on(xp, paged((37, 0, 100), num_q_heads=6))
+    want = paged_decode(**args, num_splits=3)
+    out = xp.full(want[0].shape, xp.nan, xp.float16)
+    got = paged_decode(**{name: Foreign(array) for name, array in args.items()}, num_splits=3, out=Foreign(out))
+    assert isinstance(got[0], xp.ndarray)
+    assert_same_bits(tuple(map(to_numpy, (*got, out))), tuple(map(to_numpy, (*want, want[0]))))
 
 
 def test_default_options_are_what_they_say(xp):
