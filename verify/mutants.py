@@ -97,6 +97,24 @@ _TOKEN_CUT_PAGES = (
     "(int)min((long long)length, ((split + 1LL) * length / num_splits + page_size - 1) / page_size * page_size)}"
 )
 
+# The formulas as they stand on paper, without a thought for "nothing": no pivot, nothing selected.
+UNGUARDED_PARTIAL = _partial(
+    (_RAISE, "const float old = state.m;\n            state.m = fmaxf(old, warp_max(score));\n"
+             "            const float rescale = ex2(old - state.m);\n            state.l *= rescale;"),
+    (_P, "p[h][lane] = ex2(score - state.m);"),
+    (_STORE_O, "from_float<OUT>(acc[i] / l[h]);"),
+    (_STORE_LSE, "(state.m + log2f(state.l)) * (natural ? LN2_HI : 1.f);"),
+)  # fmt: skip
+UNGUARDED_MERGE = _merge(
+    ("s < num_states; s++) merged.raise(lse_row[s * lse_part_state_stride]);",
+     "s < num_states; s++) merged.m = fmaxf(merged.m, lse_row[s * lse_part_state_stride]);"),
+    ("if (x != NEG_INF) take(merged, acc, x, to_float(o_row[s * o_part_state_stride + d]));",
+     "const float weight = ex2((x - merged.m) * log2_per_unit);\n            merged.l += weight;\n"
+     "            acc = fmaf(weight, to_float(o_row[s * o_part_state_stride + d]), acc);"),
+    (_MERGED_O, "from_float<OUT>(acc / merged.l);"),
+    (_MERGED_LSE, _lse("merged.m + log2f(merged.l) / log2_per_unit")),
+)  # fmt: skip
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(1, "no_max", "scores exponentiated without subtracting the maximum",
            _partial((_RAISE, "state.m = 0.f;\n            const float rescale = 1.f;"))),
