@@ -86,8 +86,12 @@ def check_output(name: str, array: Any) -> None:
     """An output must be writeable, and no element of it may stand for another."""
     if array_module(array) is np and not array.flags.writeable:
         raise ValueError(f"{name}: expected a writeable array, got a read-only one")
-    if array.size and any(n > 1 and stride == 0 for n, stride in zip(array.shape, array.strides, strict=True)):
-        raise ValueError(f"{name}: expected every element in a place of its own, got a broadcast array")
+    # From the smallest stride up, each axis has to step over all that the smaller ones reach.
+    reach = array.itemsize
+    for stride, n in sorted((abs(stride), n) for n, stride in zip(array.shape, array.strides, strict=True) if n > 1):
+        if array.size and stride < reach:
+            raise ValueError(f"{name}: expected every element in a place of its own, got strides {array.strides} bytes")
+        reach += stride * (n - 1)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

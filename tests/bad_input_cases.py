@@ -74,6 +74,11 @@ def fractional(x):
     return packed["x"]
 
 
+def overlapping(x):
+    """Writeable, and each row starts inside the one before."""
+    return np.lib.stride_tricks.as_strided(x, x.shape, (*x.strides[:-2], x.itemsize, x.itemsize))
+
+
 def broadcast(x):
     """Writeable, and all rows in one place."""
     return np.lib.stride_tricks.as_strided(x, x.shape, (0, *x.strides[1:]))
@@ -136,12 +141,13 @@ BAD = [
     ((paged_decode,), "out", cut(slice(1)), ValueError, "expected shape [2, 4, 16], got [1, 4, 16]"),
     ((split_decode,), "out", cut(slice(1)), ValueError, "expected shape [2, 4, 3, 16], got [1, 4, 3, 16]"),
     (decodes, "out", wide, ValueError, "expected unit stride on the last axis, got 2"),
-    (decodes, "out", broadcast, ValueError, "expected every element in a place of its own, got a broadcast array"),
+    (decodes, "out", overlapping, ValueError, "expected every element in a place of its own, got strides"),
+    (decodes, "out", broadcast, ValueError, "expected every element in a place of its own, got strides"),
     (decodes, "lse_out", 0.0, TypeError, f"{ARRAY} float"),
     (decodes, "lse_out", cast(np.float16), TypeError, "expected dtype float32, got float16"),
     ((paged_decode,), "lse_out", cut(slice(None), slice(3)), ValueError, "expected shape [2, 4], got [2, 3]"),
     ((split_decode,), "lse_out", cut(..., 0), ValueError, "expected shape [2, 4, 3], got [2, 4]"),
-    (decodes, "lse_out", broadcast, ValueError, "expected every element in a place of its own, got a broadcast array"),
+    (decodes, "lse_out", broadcast, ValueError, "expected every element in a place of its own, got strides"),
     ((merge_states,), "o_part", [[1.0]], TypeError, f"{ARRAY} list"),
     ((merge_states,), "o_part", cast(np.float64), TypeError, f"{ANY_FLOAT} float64"),
     ((merge_states,), "o_part", cut(0, 0), ValueError, "expected shape [..., num_states, head_dim], got [8]"),
@@ -168,8 +174,8 @@ BAD = [
             (wide, ValueError, "expected unit stride on the last axis, got 2"),
         )
     ),
-    (IN_PLACE, "o", broadcast, ValueError, "expected every element in a place of its own, got a broadcast array"),
-    (IN_PLACE, "lse", broadcast, ValueError, "expected every element in a place of its own, got a broadcast array"),
+    (IN_PLACE, "o", broadcast, ValueError, "expected every element in a place of its own, got strides"),
+    (IN_PLACE, "lse", broadcast, ValueError, "expected every element in a place of its own, got strides"),
     (IN_PLACE, "mask", [True], TypeError, f"{ARRAY} list"),
     (IN_PLACE, "mask", np.ones(3, np.uint8), TypeError, "expected dtype bool, got uint8"),
     (IN_PLACE, "mask", np.ones((3, 8), bool), ValueError, "expected shape [3], got [3, 8]"),
