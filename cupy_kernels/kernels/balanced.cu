@@ -117,22 +117,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
 
     const Batch batch = {context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens};
     cut_batch(mine, batch, share, gridDim.z, min_units);
-    int request = mine.request, row_begin = mine.row_begin;
-    for (int unit = mine.begin; unit < mine.end;) {
-        // Done with, or empty.
-        for (int end; (end = row_begin + batch.units(request)) <= unit; request++) row_begin = end;
+    // `mine` lies in shared memory and is read where it is needed: registers are scarce while tiles stream.
+    for (bool more = mine.begin < mine.end; more;) {
+        const int skipped = mine.begin - mine.row_begin;
+        const long long tokens = (mine.end - mine.row_begin) * (long long)unit_tokens;
         const Work work = {
-            {page_table + request * page_table_stride, page_size},
-            {(unit - row_begin) * unit_tokens, (int)min((long long)batch.length(request), (mine.end - row_begin) * (long long)unit_tokens)},
-            q + request * q_batch_stride + first_head * q_head_stride,
+            {page_table + mine.request * page_table_stride, page_size},
+            {skipped * unit_tokens, (int)min((long long)batch.length(mine.request), tokens)},
+            q + mine.request * q_batch_stride + first_head * q_head_stride,
             {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
             {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride},
             q_head_stride, k_head_stride, v_head_stride, group_size, heads, scale_log2};
         attend(work, exchange);
 
-        const int row_end = row_begin + batch.units(request);
-        const Row row = row_of(row_begin, row_end, mine.per_share);
-        unit = min(mine.end, row_end);
+        const int request = mine.request, row_end = mine.row_begin + batch.units(request);
+        const Row row = row_of(mine.row_begin, row_end, mine.per_share);
         #pragma unroll 1
         for (int i = threadIdx.x; i < items; i += THREADS) {
             const int head = i / COLUMNS, c = i % COLUMNS, kv = head / heads, h = head % heads;
@@ -153,10 +152,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
             __syncthreads();
             if (is_last) merge_request(workspace, row, exchange, scale, heads, group_size, output(request));
         }
+        more = row_end < mine.end;
+        if (more) {
+            __syncthreads();
+            if (threadIdx.x == 0) next_request(mine, batch);
+            __syncthreads();
+        }
     }
     // Requests without tokens are in nobody's share.
     #pragma unroll 1
-    for (request = share; request < batch_size; request += gridDim.z)
+    for (int request = share; request < batch_size; request += gridDim.z)
         #pragma unroll 1
         for (int i = threadIdx.x; i < items && batch.length(request) == 0; i += THREADS)
             output(request).write(EMPTY_PIECE, scale, i / COLUMNS / heads * group_size + i / COLUMNS % heads, i % COLUMNS);

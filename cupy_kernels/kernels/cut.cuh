@@ -9,8 +9,15 @@ struct Batch {
     __device__ int units(int request) const { return (length(request) + unit_tokens - 1) / unit_tokens; }
 };
 
-// Units [begin, end) of all requests end to end; `row_begin` of them lie before the request in which the share begins.
+// Units [begin, end) of all requests end to end; `row_begin` of them lie before `request`, in which `begin` lies.
 struct Share { int begin, end, per_share, request, row_begin; };
+
+// On to the next request with tokens. By one thread.
+__device__ __forceinline__ void next_request(Share& share, const Batch& batch) {
+    do share.row_begin += batch.units(share.request++);
+    while (batch.units(share.request) == 0);
+    share.begin = share.row_begin;
+}
 
 // The cut for share `index`, into shared memory. Each thread counts a run of requests, and a scan over the block tells what lies
 // before it.

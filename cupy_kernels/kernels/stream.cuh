@@ -39,7 +39,9 @@ __device__ __forceinline__ void load_q(KV* q_shared, const Work& work) {
 }
 
 // A warp's tiles, one after another. The next tile's K is asked for as soon as this one's is used up, then its V, and the page id of
-// the tile after next: all three are on their way while this tile is computed.
+// the tile after next: all three are on their way while this tile is computed. Large heads have no registers for K that early, and
+// bytes enough under way without it.
+#define EARLY_K (HEAD_DIM <= 128 && N_TILES * P_PARTS < 6)
 __device__ __forceinline__ void stream_tiles(WarpState& state, const Work& work, KV* q_shared) {
     const int lane = lane_index(), warp = threadIdx.x / 32, kv = warp % KV_HEADS, end = work.tokens.end;
     const Cache k = {work.k.base + kv * work.k_head_stride + column_of<4>(lane % 4, 0), work.k.page_stride, work.k.slot_stride};
@@ -61,12 +63,14 @@ __device__ __forceinline__ void stream_tiles(WarpState& state, const Work& work,
         const int next = first + SLOTS * TILE;
         float s[N_TILES][4];
         dots(s, tile, q_shared + kv * N_HEADS * Q_STRIDE, lane);
-        if (next < end) load_k(tile, k, place, end - 1 - next, lane);
+        if (EARLY_K && next < end) load_k(tile, k, place, end - 1 - next, lane);
         if (first + TILE > end) hide_rows(s, tile, end - 1 - first, lane);
         unsigned p[N_TILES][P_PARTS][2];
         weigh(p, state, s);
         accumulate(state, tile, p);
-        if (next < end) load_v(tile, v, place, end - 1 - next, lane);
+        if (next >= end) break;
+        if (!EARLY_K) load_k(tile, k, place, end - 1 - next, lane);
+        load_v(tile, v, place, end - 1 - next, lane);
         if (next + SLOTS * TILE < end) place = place_of(work.pages, next + SLOTS * TILE, end, lane);
     }
 }
