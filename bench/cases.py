@@ -6,7 +6,7 @@ import functools
 import math
 import random
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -131,6 +131,8 @@ class PageSets:
     context_lens: Any  # [batch_size] int32
     out: Any  # as q
     lse: Any  # [num_sets, batch_size, num_q_heads] float32
+    # exact rows that checks have computed, by set, request and KV head
+    known: dict[tuple[int, int, int], Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.page_tables)

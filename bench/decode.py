@@ -103,13 +103,17 @@ class Bench:
             if compiling and compiling.poll() is None:
                 loading.finish_compiling(compiling, 0)
         for case in good:
-            sets = self.build(case)
-            row = self._time(case, sets)
-            if peers:
-                self._peers(sets, peers, row)
-            if options.sweep:
-                self._sweep(sets, row)
-            del sets
+            row = next(row for row in self.rows if row["case"] == case.name)
+            try:
+                sets = self.build(case)
+                self._time(sets, row)
+                if peers:
+                    self._peers(sets, peers, row)
+                if options.sweep:
+                    self._sweep(sets, row)
+                del sets
+            except Exception as error:
+                self._failed(row, error)
             done(row)
 
     def _row(self, case: BenchCase) -> dict[str, Any]:
@@ -136,14 +140,16 @@ class Bench:
                     self._references[case.name] = reference
         # One case that fails must not take the others' results with it.
         except Exception as error:
-            row["error"] = f"{type(error).__name__}: {error}"
-            options.say(f"{case.name:<13} FAILED  {row['error']}")
+            self._failed(row, error)
         self.phase("check", start)
         return "error" not in row
 
-    def _time(self, case: BenchCase, sets: PageSets) -> dict[str, Any]:
+    def _failed(self, row: dict[str, Any], error: Exception) -> None:
+        row["error"] = f"{type(error).__name__}: {error}"
+        self.options.say(f"{row['case']:<13} FAILED  {row['error']}")
+
+    def _time(self, sets: PageSets, row: dict[str, Any]) -> None:
         start, repeats = time.perf_counter(), self.options.repeats
-        row = next(row for row in self.rows if row["case"] == case.name)
         row["path"], call = prepare(sets, self.options.schedule)
         before = [accuracy.on_host(call(i)).tobytes() for i in range(len(sets))]
         ours = timing.measure(call, len(sets), repeats)
@@ -155,7 +161,6 @@ class Bench:
         row["host_us"] = timing.host_us(call, len(sets))
         row["floor_share"] = row["read_us"] / row["us"]
         self.phase("time", start)
-        return row
 
     def _floor(self, sets: PageSets) -> float:
         return floor.read_floor(sets.pools, sets.case.kv_bytes, len(sets), self.options.repeats)

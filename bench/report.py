@@ -123,7 +123,7 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
     """bench.json, bench.csv and, with matplotlib, bench.png in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / "bench.json", folder / "bench.csv"]
-    written[0].write_text(json.dumps(result, indent=1, allow_nan=False, default=float) + "\n")
+    written[0].write_text(json.dumps(_finite(result), indent=1, default=float) + "\n")
     peers = list(dict.fromkeys(name for row in result["rows"] for name in row["peers"]))
     with written[1].open("w", newline="") as file:
         table = csv.writer(file)
@@ -135,6 +135,15 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
     except ImportError:
         pass
     return written
+
+
+def _finite(value: Any) -> Any:
+    """The value without NaN and infinities, which JSON has no words for: None in their place."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def picture(result: dict[str, Any], path: Path) -> Path:
@@ -170,8 +179,7 @@ def _draw_sweep(axes: Any, rows: list[Row]) -> None:
         axes.axhline(row["auto_us"], color=f"C{n}", lw=0.6, ls=":")
     axes.set(xscale="log", yscale="log", xlabel="splits", ylabel="µs a call", title="two launches (○ plan_splits, ⋯ automatic)")
     axes.set_xticks(ticks := sorted({int(s) for row in rows for s in row["sweep_us"]}), map(str, ticks))
-    axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
+    _plain_numbers(axes)
 
 
 def _draw_shares(axes: Any, rows: list[Row]) -> None:
@@ -199,5 +207,14 @@ def _draw_context(axes: Any, context: dict[str, Any]) -> None:
         xscale="log", yscale="log", xlabel="tokens of context", ylabel="µs a call", title="one request, time against context"
     )
     axes.set_xticks(tokens, [f"{t // 1024}k" if t < 2**20 else f"{t >> 20}M" for t in tokens])
+    _plain_numbers(axes)
+
+
+def _plain_numbers(axes: Any) -> None:
+    """1, 2, 5, 10 instead of powers up the side; no minor ticks; a small legend."""
+    from matplotlib.ticker import LogLocator
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,9 +45,7 @@ def measure(call: Callable[[int], Any], num_sets: int, repeats: int = REPEATS) -
     import cupy
 
     cupy.cuda.Device().synchronize()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    # The graph's own pool: what a call allocates and frees must not be given to others while the graph writes there.
-    pool = cupy.cuda.MemoryPool()
+    stream, pool = _stream_and_pool()
     with stream, cupy.cuda.using_allocator(pool.malloc):
         for i in range(num_sets):
             call(i)
@@ -63,7 +62,19 @@ def measure(call: Callable[[int], Any], num_sets: int, repeats: int = REPEATS) -
                 call(n % num_sets)
         finally:
             graph = stream.end_capture()
-        return measure_replays(lambda: graph.launch(stream), count, repeats, stream)
+        measured = measure_replays(functools.partial(graph.launch, stream), count, repeats, stream)
+    pool.free_all_blocks()
+    return measured
+
+
+@functools.cache
+def _stream_and_pool() -> tuple[Any, Any]:
+    """One stream for all measurements, and a pool of their own: what a call allocates and frees must not be given to others
+    while a graph writes there. Both live on, for a callee may keep what it allocated.
+    """
+    import cupy
+
+    return cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
 
 
 def measure_replays(replay: Callable[[], Any], calls: int, repeats: int = REPEATS, stream: Any = None) -> Timing:

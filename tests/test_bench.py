@@ -62,6 +62,9 @@ def fake_cupy(monkeypatch):
         def malloc(self, size):
             raise AssertionError
 
+        def free_all_blocks(self):
+            pass
+
     class Allocator:
         def __init__(self, allocator):
             pass
@@ -85,9 +88,12 @@ def fake_cupy(monkeypatch):
         get_elapsed_time=lambda start, stop: 0.4 * (stop.tick - start.tick) + cupy.drift * stop.tick,
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    floor.kernel.cache_clear()
+    caches = floor.kernel, timing._stream_and_pool
+    for cache in caches:
+        cache.cache_clear()
     yield cupy
-    floor.kernel.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -230,6 +236,29 @@ def test_floor_kernel_compiles_without_spills(arch, _, resident, in_flight):
     )
     core.Program(floor.SOURCE, "c++", options).compile("cubin", logs=log)
     assert "0 bytes spill stores" in log.getvalue()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    import cupy
+
+    case = cases.BenchCase("small", (1000, 512), num_q_heads=8, num_kv_heads=2)
+    sets = cases.build(case, cupy, 1, 4 << 20)
+    k = accuracy.on_host(accuracy.tokens(sets, sets.k_cache, 0, 0)).astype(np.float64)
+    assert abs(k.mean()) < 0.01
+    assert abs(k.std() - 1) < 0.01
+    assert 4 < abs(k).max() < 6
+    assert abs(np.corrcoef(k.reshape(len(k), -1)[:, :32].T) - np.eye(32)).max() < 0.2
+    _, call = prepare(sets, {})
+    accuracy.check(sets, call)
+    fraction, rho = accuracy.reference(sets, 2, 10**5).measure(sets, call)
+    assert fraction > 0.99
+    assert rho < 1.01
+    timed = timing.measure(call, len(sets), 3)
+    read_us = floor.read_floor(sets.pools, case.kv_bytes, len(sets), 3)
+    assert 0 < read_us < timed.us < 10**5
+    assert timing.host_us(call, len(sets), 20) > 0
+    assert merge.run(merge.MergeCase(64, 4), cupy, 3, 3, 1 << 20)["us"] > 0
 
 
 def run(capsys, *words, xp=np):
@@ -397,3 +426,6 @@ def test_report(tmp_path):
     if "bench.png" in [path.name for path in written]:
         assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     report.write({"environment": {}, "rows": []}, tmp_path / "empty")
+    result["rows"][0]["rho"] = float("nan")
+    report.write(result, tmp_path)
+    assert json.loads((tmp_path / "bench.json").read_text())["rows"][0]["rho"] is None
