@@ -6,6 +6,7 @@ import enum
 import importlib
 import importlib.machinery
 import importlib.util
+import lzma
 import os
 import signal
 import subprocess
@@ -32,9 +33,12 @@ def find_package(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def file_of(folder: Path | None, name: str, package: str) -> Path:
-    """A peer's file: loose in the folder, or in its installed package. FileNotFoundError if in neither."""
-    if folder and (folder / name).exists():
-        return folder / name
+    """A peer's file: loose in the folder, maybe packed as .xz, or in its installed package. FileNotFoundError if in neither."""
+    if folder:
+        if not (folder / name).exists() and (packed := folder / f"{name}.xz").exists():
+            (folder / name).write_bytes(lzma.decompress(packed.read_bytes()))
+        if (folder / name).exists():
+            return folder / name
     spec = find_package(package)
     for place in (spec and spec.submodule_search_locations) or ():
         if (Path(place) / name).exists():

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+import lzma
 import subprocess
 import sys
 import types
@@ -372,6 +373,8 @@ def test_without_a_gpu_it_says_so(capsys, monkeypatch):
 def test_peers_files(tmp_path):
     (tmp_path / "kernel.py").write_text("")
     assert loading.file_of(tmp_path, "kernel.py", "no_such_package") == tmp_path / "kernel.py"
+    (tmp_path / "packed.so.xz").write_bytes(lzma.compress(b"binary"))
+    assert loading.file_of(tmp_path, "packed.so", "no_such_package").read_bytes() == b"binary"
     with pytest.raises(FileNotFoundError, match=r"other\.py: not in --peers-dir, and no_such_package is not installed"):
         loading.file_of(tmp_path, "other.py", "no_such_package")
 
