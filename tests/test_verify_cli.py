@@ -142,6 +142,25 @@ def test_permuted_pages_hold_the_same_tokens():
         assert np.array_equal(a, b)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", ["contiguous", "interleaved", "stacked", "padded"])
+def test_arrays_keep_their_strides_on_the_device(memory):
+    import cupy
+
+    inputs = build(Case("moved", context_lens=(20, 7), memory=memory, dtype="bfloat16"))
+    for one in (inputs, kernels.permuted(inputs)):
+        for name, moved in kernels.on_device(one, cupy).items():
+            if isinstance(moved, cupy.ndarray):
+                given = getattr(one, name)
+                assert one is not inputs or moved.strides == given.strides
+                assert np.array_equal(cupy.asnumpy(moved).view(np.uint8), np.ascontiguousarray(given).view(np.uint8))
+
+
+@pytest.mark.gpu
+def test_smoke_on_the_gpu(tmp_path):
+    assert command.main(["--cases", "smoke", "--device", "gpu", "--out", str(tmp_path)]) == 0
+
+
 def test_ratchet(verify, capsys):
     pick = "--cases smoke"
     assert command.main(["ratchet", "--device", "cpu", *pick.split()]) == 0

@@ -129,7 +129,8 @@ def _cases(
     chosen = run.choose(given.cases or list(LISTS), names, seed, given.depth)
     # What the caller planted here is planted in every process.
     patches = jit._settings["patches"]
-    tasks = [run.Task(case, name, device, device_name, run.REPEATS[given.depth], patches) for name, case in chosen]
+    repeats = run.REPEATS[given.depth] if device == "cpu" else run.GPU_REPEATS
+    tasks = [run.Task(case, name, device, device_name, repeats, patches) for name, case in chosen]
     with terminal.progress("cases", len(tasks)) as done:
         judged = run.run(tasks, given.workers or run.workers(device), done)
     samples = [(task.case, sample) for task, (_, sample) in zip(tasks, judged, strict=True) if sample is not None]

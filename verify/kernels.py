@@ -87,6 +87,8 @@ def _with_strides(x: np.ndarray, xp: Any) -> Any:
     base = x
     while isinstance(base.base, np.ndarray):
         base = base.base
+    if not base.flags.c_contiguous:
+        return xp.asarray(np.ascontiguousarray(x))
     moved = xp.asarray(base).ravel()
     offset = x.__array_interface__["data"][0] - base.__array_interface__["data"][0]
     return xp.ndarray(x.shape, moved.dtype, moved.data + offset, x.strides)
@@ -105,7 +107,7 @@ def permuted(inputs: Inputs) -> Inputs:
 
 def _decode(case: Case, arguments: dict[str, Any], xp: Any) -> tuple[Any, Any]:
     shape = arguments["q"].shape
-    out, lse = xp.full(shape, np.nan, DTYPES[case.output_dtype]), xp.full(shape[:2], np.nan, np.float32)
+    out, lse = _poisoned(shape, case.output_dtype, xp), _poisoned(shape[:2], "float32", xp)
     return paged_decode(**arguments, **case.options(), out=out, lse_out=lse)
 
 
@@ -113,5 +115,9 @@ def _partial(case: Case, arguments: dict[str, Any], xp: Any) -> tuple[Any, Any]:
     options = {name: value for name, value in case.options().items() if name != "out_dtype"}
     # Only the call knows how many splits a "fixed" schedule makes: learn the shape, then poison.
     shape = split_decode(**arguments, **options)[0].shape
-    o, lse = xp.full(shape, np.nan, DTYPES[case.partial_dtype]), xp.full(shape[:3], np.nan, np.float32)
+    o, lse = _poisoned(shape, case.partial_dtype, xp), _poisoned(shape[:3], "float32", xp)
     return split_decode(**arguments, **options, out=o, lse_out=lse)
+
+
+def _poisoned(shape: tuple[int, ...], dtype: str, xp: Any) -> Any:
+    return xp.asarray(np.full(shape, np.nan, DTYPES[dtype]))

@@ -162,6 +162,7 @@ def render(report: dict[str, Any], sections: Sequence[Section]) -> str:
         pool_tiers=POOL_TIERS,
         sources=SOURCES,
         colours=pictures.COLOURS,
+        peers=peer_rows(report["cases"]),
         budget_svg=pictures.budget_bars(worst_of_families(shown)),
         matrix=matrix(report["mutants"], list(TIERS)),
         as_expected=mutant_as_expected,
@@ -177,6 +178,15 @@ def tier_rows(rows: list[dict[str, Any]], tiers: dict[str, str]) -> list[dict[st
         largest = max((float(entry["ratio"]) for entry in entries), default=0.0)
         found.append({"tier": tier, "asks": asks, "judged": len(entries), "failed": failed, "largest": largest})
     return found
+
+
+def peer_rows(rows: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
+    """T9: each habit of other projects, how many cases it was asked about, and how many it accepts."""
+    asked: dict[str, list[bool]] = defaultdict(list)
+    for row in rows:
+        for habit, accepts in row.get("peers", {}).items():
+            asked[habit].append(accepts)
+    return [(habit, len(verdicts), sum(verdicts)) for habit, verdicts in asked.items()]
 
 
 def worst_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
