@@ -68,7 +68,9 @@ def partial_section(cells: Sequence[Cell]) -> Section:
     chosen = [cell for cell in cells if cell.storage in PARTIALS]
     claimed, drawn = [c for c in chosen if c.claimed], [c for c in chosen if c.drawn]
     worst = max((c.off for c in chosen), default=0.0)
-    ordinary = [c.measured for c in chosen if c.family == "normal" and str(c.storage) == "o fp16" and c.num_splits > 1]
+    ordinary = [c.measured for c in chosen if c.family == "normal" and str(c.storage) == "o fp16" and c.num_splits > 1] or [
+        np.nan
+    ]
     summary = (
         "An fp16 partial o costs as much again as the output's own fp16 rounding, whatever the number of splits "
         f"(rho {np.median(ordinary):.2f} on standard normal inputs: the square root of 2), and far more where splits cancel each "
@@ -147,7 +149,7 @@ def cancellation_section(cells: Sequence[Cell]) -> Section:
     ]
     summary = (
         "What decides is how large the partial o are against the output they leave, each by its weight and added in squares, for "
-        "each is rounded once. Splits alike give 1, so that rho = sqrt(2); V of one sign gives 1 / sqrt(splits) and costs nothing; "
+        "each is rounded once. Splits alike give 1, so that rho = sqrt(2); V of one sign gives 1 / sqrt(splits): nearly free; "
         "splits of opposite signs cancel and leave less than their parts. Nothing promises that splits do not cancel."
     )
     columns = ("family", "size of partial o", "rho, o fp16", "rho, o bf16")
@@ -169,7 +171,7 @@ def empties_section(maps: empties.Maps) -> Section:
         "are empty. With both, nothing is NaN."
     )
     notes = [
-        "Blocks are 4 requests by 4 query heads. In the last lengths, KV head 1 sees nothing of request 0, and less than all of 1 "
+        "Blocks are 4 requests by 4 query heads. In the last lengths, KV head 1 sees nothing of request 0, less than all of 1 "
         "and 3. The page table is two pages wider than the longest request, as it would be in a captured graph: with a page to "
         "each split, some are always empty. Schedules of two launches."
     ]

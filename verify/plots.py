@@ -20,11 +20,12 @@ FAMILY_COLOURS = ("#4c78a8", "#1f9e89", "#d1495b", "#5aa24a", "#c99a3b", "#e07b3
 
 
 def rho_panels(cells: Sequence[Cell], storages: Sequence[Storage], name: str) -> str:
-    """rho against the number of splits, a panel per family: marks are measured, lines the formula."""
+    """rho against the number of splits, a panel per family: marks are measured, lines the formula. "" without cells."""
     families = list(dict.fromkeys(cell.family for cell in cells))
-    made, grid = figure(
-        9, 1.2 + 2.2 * -(-len(families) // 3), nrows=-(-len(families) // 3), ncols=3, squeeze=False, sharex=True, sharey=True
-    )
+    if not families:
+        return ""
+    nrows = -(-len(families) // 3)
+    made, grid = figure(9, 1.2 + 2.2 * nrows, nrows=nrows, ncols=3, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat[len(families) :]:
         axes.set_visible(False)
     for axes, family in zip(grid.flat, families, strict=False):

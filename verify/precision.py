@@ -125,7 +125,7 @@ def measure(each: Case, storage: Storage, device: str = "cpu") -> float:
 def cells(each: Case, device: str = "cpu") -> list[Cell]:
     """All storages of one case. ValueError if its exact output has no rounding error to compare with."""
     exact = Exact(each)
-    if exact.ideal == 0:
+    if exact.ideal < 0.01 * np.sqrt((ulp(exact.out, "float16") ** 2).mean()):
         raise ValueError(f"family {each.family}: expected outputs that are rounded, got numbers of float16")
     return [exact.cell(each, storage, measure(each, storage, device)) for storage in STORAGES]
 
