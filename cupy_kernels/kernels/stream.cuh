@@ -16,7 +16,7 @@ struct Work {
     PagedRow pages;
     Range tokens;
     const KV* q;  // of the block's first query head
-    Cache k, v;   // of its first KV head, from column 0 on
+    Cache k, v;   // of its first KV head
     long long q_head_stride, k_head_stride, v_head_stride;
     int group_size, heads;
     float scale_log2;
@@ -39,13 +39,13 @@ __device__ __forceinline__ void load_q(KV* q_shared, const Work& work) {
 }
 
 // A warp's tiles, one after another. The next tile's K is asked for as soon as this one's is used up, then its V, and the page id of
-// the tile after next: all three are on their way while this tile is computed. Large heads have no registers for K that early, and
-// bytes enough under way without it.
-#define EARLY_K (HEAD_DIM <= 128 && N_TILES * P_PARTS < 6)
+// the tile after next: all three are on their way while this tile is computed. Where K, V, O and P leave no registers for K that
+// early, it waits for V, and the bytes under way are enough without it.
+#define EARLY_K (HEAD_DIM / 4 * (2 + N_TILES) + 4 * N_TILES * P_PARTS + (WHOLE_TILES ? 0 : 4) < 148)
 __device__ __forceinline__ void stream_tiles(WarpState& state, const Work& work, KV* q_shared) {
     const int lane = lane_index(), warp = threadIdx.x / 32, kv = warp % KV_HEADS, end = work.tokens.end;
-    const Cache k = {work.k.base + kv * work.k_head_stride + column_of<4>(lane % 4, 0), work.k.page_stride, work.k.slot_stride};
-    const Cache v = {work.v.base + kv * work.v_head_stride + column_of<8>(lane / 4, 0), work.v.page_stride, work.v.slot_stride};
+    const Cache k = {work.k.base + kv * work.k_head_stride, work.k.page_stride, work.k.slot_stride};
+    const Cache v = {work.v.base + kv * work.v_head_stride, work.v.page_stride, work.v.slot_stride};
     int first = work.tokens.begin + warp / KV_HEADS * TILE;
 
     Tile tile = {};

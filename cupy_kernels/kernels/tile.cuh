@@ -49,15 +49,16 @@ template <int LANES> __device__ __forceinline__ int column_of(int lane, int piec
     return piece * LANES * 8 + lane * (piece < PIECES ? 8 : 2 * REST);
 }
 
-// A lane's words of such a row in global memory; `row` is the lane's first piece.
+// A lane's words of such a row in global memory.
 template <int LANES, int WORDS> __device__ __forceinline__ void load_row(unsigned (&words)[WORDS], const KV* row, int lane) {
     constexpr int PIECES = WORDS / 4, REST = WORDS % 4;
+    const KV* first = row + column_of<LANES>(lane, 0);
     #pragma unroll
     for (int piece = 0; piece < PIECES; piece++) {
-        const uint4 x = load_streaming(row + piece * LANES * 8);
+        const uint4 x = load_streaming(first + piece * LANES * 8);
         words[4 * piece] = x.x, words[4 * piece + 1] = x.y, words[4 * piece + 2] = x.z, words[4 * piece + 3] = x.w;
     }
-    const KV* rest = row + column_of<LANES>(lane, PIECES) - column_of<LANES>(lane, 0);
+    const KV* rest = row + column_of<LANES>(lane, PIECES);
     if constexpr (REST == 1) words[WORDS - 1] = load_streaming_4(rest);
     if constexpr (REST == 2) {
         const uint2 x = load_streaming_8(rest);
@@ -65,7 +66,7 @@ template <int LANES, int WORDS> __device__ __forceinline__ void load_row(unsigne
     }
 }
 
-// K of one KV head, or V, as a lane sees it: its first piece of slot 0 of page 0, and strides in elements.
+// K of one KV head, or V: its first element in page 0, and strides in elements.
 struct Cache {
     const KV* base;
     long long page_stride;
