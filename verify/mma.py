@@ -32,7 +32,7 @@ class Model:
     # "zero" (truncation) or "nearest"
     final_rounding: str = "zero"
     # what a product is aligned by: its own leading bit, or the sum of its factors' exponents (one too low at times)
-    exponent: str = "product"
+    exponent: str = "sum of factors"
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         """c + a b for `a [n, 16, 16]`, `b [n, 16, 8]` (16-bit) and `c [n, 16, 8]` (float32); finite, far from overflow."""
@@ -64,7 +64,7 @@ def _to_float32(x: np.ndarray, rounding: str) -> np.ndarray:
 
 
 MODELS = [
-    Model(*setting) for setting in itertools.product((16, 8, 4), (2, 1, 0, 3), ("zero", "nearest"), ("product", "sum of factors"))
+    Model(*setting) for setting in itertools.product((16, 8, 4), (2, 1, 0, 3), ("zero", "nearest"), ("sum of factors", "product"))
 ]
 
 

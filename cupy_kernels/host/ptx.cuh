@@ -18,23 +18,22 @@ namespace cuda {
 inline float half_bits_to_float(unsigned x, __half) { return __half2float({(unsigned short)x}); }
 inline float half_bits_to_float(unsigned x, __nv_bfloat16) { return __bfloat162float({(unsigned short)x}); }
 
+inline int biased_exponent(double x) { return bits<uint64_t>(x) >> 52 & 0x7ff; }
+
 // One step of a tensor core: c + sum a_i b_i over 16 products. Products are exact; all terms are aligned to the largest exponent,
-// kept to 2 bits below float32's last and truncated there; the sum is truncated to float32. (Hopper, as modelled bit by bit by
-// Khattak & Mikaitis 2025, arXiv 2512.07004.)
+// kept to 2 bits below float32's last and truncated there; the sum is truncated to float32. A product's exponent is the sum of its
+// factors', even where its significand is 2 or more. (Hopper, after Khattak & Mikaitis 2025, arXiv 2512.07004; bit for bit what
+// `python -m verify hardware` finds on an H200.)
 inline float block_fma(float c, const float* a, const float* b) {
-    double terms[17] = {c};
-    for (int i = 0; i < 16; i++) terms[i + 1] = double(a[i]) * double(b[i]);
-    int largest = 0;
-    for (double term : terms) {
-        const int exponent = bits<uint64_t>(term) >> 52 & 0x7ff;
+    double terms[17] = {c}, sum = c;
+    int largest = biased_exponent(c);
+    for (int i = 0; i < 16; i++) {
+        sum += terms[i + 1] = double(a[i]) * double(b[i]);
+        const int exponent = terms[i + 1] == 0.0 ? 0 : biased_exponent(a[i]) + biased_exponent(b[i]) - 1023;
         largest = exponent > largest ? exponent : largest;
     }
     if (largest == 0) return 0.f;
-    double sum = 0.0;
-    if (largest == 0x7ff) {
-        for (double term : terms) sum += term;
-        return float(sum);
-    }
+    if (!std::isfinite(sum)) return float(sum);
     // 1 / unit of the last kept bit, which is 23 + 2 bits below the largest term's leading one.
     const double scale = bits<double>(uint64_t(2 * 1023 + 25 - largest) << 52);
     int64_t units = 0;
