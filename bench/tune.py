@@ -99,10 +99,11 @@ extern "C" __global__ void __launch_bounds__(256, 8) paged_floor(
 """
 
 
-def configs(case: BenchCase) -> dict[str, Config]:
-    """Those that suit the case."""
+def configs(case: BenchCase, only: frozenset[str] = frozenset()) -> dict[str, Config]:
+    """Those that suit the case; of these names, if any are given."""
     group = case.num_q_heads // case.num_kv_heads
     table = SMALL_HEAD if case.head_dim <= 64 else LARGE_GROUP if group > balanced.N_TILE else SMALL_GROUP
+    table = {name: config for name, config in table.items() if not only or name in only}
     return {name: config for name, config in table.items() if case.num_kv_heads % config.kv_heads == 0}
 
 
@@ -151,7 +152,7 @@ def caller(sets: PageSets, config: Config) -> Callable[[int], Any]:
     return call
 
 
-def compile_all(cases: list[BenchCase], stages: dict[str, tuple]) -> Iterator[str]:
+def compile_all(cases: list[BenchCase], stages: dict[str, tuple], only: frozenset[str]) -> Iterator[str]:
     """Compiles what the cases need, side by side; yields a line a kernel."""
 
     def one(values: tuple[tuple[str, Any], ...], patches: tuple) -> str:
@@ -166,7 +167,7 @@ def compile_all(cases: list[BenchCase], stages: dict[str, tuple]) -> Iterator[st
         (tuple(sorted(balanced.constants(
             case.dtype, case.dtype, case.head_dim, case.num_q_heads // case.num_kv_heads, case.page_size, config
         ).items())), patches)
-        for case in cases for config in configs(case).values() for patches in stages.values()
+        for case in cases for config in configs(case, only).values() for patches in stages.values()
     }  # fmt: skip
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         futures = {pool.submit(one, *key): key for key in wanted}
@@ -185,7 +186,7 @@ def same_bits(sets: PageSets, call: Callable[[int], Any], repeats: int = 20) -> 
 
 
 def tune(
-    case: BenchCase, stages: dict[str, tuple], *, exact: bool, seed: int, say: Callable[[str], None]
+    case: BenchCase, stages: dict[str, tuple], *, only: frozenset[str], exact: bool, seed: int, say: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """One row a configuration and stage."""
     import cupy
@@ -196,14 +197,14 @@ def tune(
     paged = paged_floor(sets) if full else None
     say(f"{case.name}: read {floor:.1f} us, its pages {paged if paged is None else round(paged, 1)} us")
     reference = accuracy.reference(sets, seed) if exact else None
-    for name, config in configs(case).items():
+    for name, config in configs(case, only).items():
         for suffix, patches in stages.items():
             row: dict[str, Any] = {"case": case.name, "config": name + suffix, "read_us": floor, "pages_us": paged}
             try:
                 with jit.settings(patches=patches):
                     call = caller(sets, config)
                     if not patches:
-                        accuracy.check(sets, call)
+                        accuracy.check(sets, call, rows=1)
                         row["same_bits"] = same_bits(sets, call)
                     row["us"] = min(timing.measure(call, len(sets)).us for _ in range(2))
                     if not patches and reference is not None:
@@ -233,6 +234,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
     parser.add_argument("--cases", default="all", help="names of bench.cases, by commas")
+    parser.add_argument("--configs", default="", help="names of configurations, by commas")
     parser.add_argument("--stages", action="store_true", help="also leave stages out")
     parser.add_argument("--exact", action="store_true", help="measure the share of correctly rounded outputs")
     parser.add_argument("--seconds", type=float, default=240, help="start no further case after this long")
@@ -241,8 +243,9 @@ def main() -> None:
     options = parser.parse_args()
     say = functools.partial(print, flush=True)
     start, cases = time.perf_counter(), select(options.cases)
+    only = frozenset(name for name in options.configs.split(",") if name)
     stages = STAGES if options.stages else {"": ()}
-    for line in compile_all(cases, stages):
+    for line in compile_all(cases, stages, only):
         say(line)
     say(f"compiled after {time.perf_counter() - start:.0f} s")
     rows: list[dict[str, Any]] = []
@@ -251,7 +254,7 @@ def main() -> None:
         if time.perf_counter() - start > options.seconds:
             say(f"{case.name}: no time left")
             continue
-        for row in tune(case, stages, exact=options.exact, seed=options.seed, say=say):
+        for row in tune(case, stages, only=only, exact=options.exact, seed=options.seed, say=say):
             rows.append(row)
             (options.out / "tune.json").write_text(json.dumps(rows, indent=1))
     say(f"{time.perf_counter() - start:.0f} s\n")

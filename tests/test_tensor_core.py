@@ -274,6 +274,7 @@ def test_grid_fills_the_device():
 SPECIALISATIONS = [dict(values) for values in sorted({tuple(values.items()) for values in balanced.specialisations()}, key=str)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", SPECIALISATIONS, ids=lambda values: "-".join(map(str, values.values())))
 def test_no_register_is_spilled(values):
     core = pytest.importorskip("cuda.core")
