@@ -23,6 +23,8 @@ from .host import build
 
 KERNELS = Path(__file__).parent / "kernels"
 OPTIONS = ("--std=c++17",)
+# Shared memory of a block, static and dynamic together, beyond which a kernel has to ask.
+UNASKED_SHARED_BYTES = 48 << 10
 
 C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float"}
 DTYPES = {
@@ -114,7 +116,7 @@ class Kernel:
         self.patches: Patches = _settings["patches"]
         self.kernels = parse_parameters(read_source(source, patches=self.patches), self.constants)
         self.parameters = self.kernels[name]
-        self._device_kernels: dict[int, Any] = {}
+        self._device_kernels: dict[int, tuple[Any, int]] = {}  # and the dynamic shared memory it may use
 
     def check(self, xp: ModuleType, arguments: Mapping[str, Any]) -> list[Any]:
         """Arguments in the kernel's order, arrays as they are, scalars as ctypes or NumPy scalars of the declared type.
@@ -162,13 +164,13 @@ class Kernel:
         import cupy
 
         device = cupy.cuda.Device().id
-        if device not in self._device_kernels:
+        kernel, granted = self._device_kernels.get(device, (None, 0))
+        if kernel is None:
             kernel = cupy.RawKernel(read_source(self.source, patches=self.patches), self.name, OPTIONS + self.defines)
-            self._device_kernels[device] = kernel
-        kernel = self._device_kernels[device]
-        # Above 48 KB a kernel has to ask.
-        if shared_bytes > 48 << 10 and kernel.max_dynamic_shared_size_bytes < shared_bytes:
-            kernel.max_dynamic_shared_size_bytes = shared_bytes
+            granted = UNASKED_SHARED_BYTES - kernel.shared_size_bytes
+        if shared_bytes > granted:
+            kernel.max_dynamic_shared_size_bytes = granted = shared_bytes
+        self._device_kernels[device] = kernel, granted
         return kernel
 
     def _launch_cpu(self, values: list[Any], grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:

@@ -82,7 +82,7 @@ def move(xp, array):
     while isinstance(buffer.base, np.ndarray):
         buffer = buffer.base
     offset = (array.ctypes.data - buffer.ctypes.data) // array.itemsize
-    moved = xp.asarray(buffer.reshape(-1))
+    moved = xp.asarray(buffer.ravel(order="K"))
     return xp.lib.stride_tricks.as_strided(moved[offset:], array.shape, array.strides) if array.size else xp.asarray(array)
 
 
