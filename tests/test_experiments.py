@@ -20,8 +20,9 @@ def test_the_formula_is_the_budgets(storage):
     names = {"o": "partial_dtype", "lse": "lse_dtype"}
     how = arithmetic(case).__class__(out_dtype="float16", tile=32, **{names[part]: storage.dtype for part in storage.parts})
     inputs, _ = precision.drawn(case)
-    formula, _ = precision.Exact(case).predict(storage)
-    assert formula == pytest.approx(predict_rho(decode_budget(inputs, how, num_splits=8), how), rel=1e-9)
+    assert precision.Exact(case).formula(storage) == pytest.approx(
+        predict_rho(decode_budget(inputs, how, num_splits=8), how), rel=1e-9
+    )
 
 
 def test_storages():
@@ -54,9 +55,9 @@ def test_partial_states_cost_what_is_predicted(device, family, num_splits):
 def test_a_wrong_measurement_has_no_place_in_the_claims():
     each = precision.case("normal", 128, 4)
     exact, storage = precision.Exact(each), PARTIALS[0]
-    good = exact.cell(each, storage, exact.ideal * exact.predict(storage)[1])
+    good = exact.cell(each, storage, exact.ideal * exact.known(storage))
     assert good.off < TOLERANCE
-    bad = exact.cell(each, storage, exact.ideal * exact.predict(storage)[1] * 1.2)
+    bad = exact.cell(each, storage, exact.ideal * exact.known(storage) * 1.2)
     assert bad.off > TOLERANCE
     # No claim at all is no success either.
     assert not experiments.partial_section([exact.cell(each, INSIDE[0], exact.ideal)]).passed

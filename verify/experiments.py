@@ -67,6 +67,7 @@ def partial_section(cells: Sequence[Cell]) -> Section:
     """Stored o and lse: measured against both predictions, and the claim."""
     chosen = [cell for cell in cells if cell.storage in PARTIALS]
     claimed, drawn = [c for c in chosen if c.claimed], [c for c in chosen if c.drawn]
+    tossed = sum(not c.decided and c.lse_error <= SMALL for c in chosen)
     worst = max((c.off for c in chosen), default=0.0)
     ordinary = [c.measured for c in chosen if c.family == "normal" and str(c.storage) == "o fp16" and c.num_splits > 1] or [
         np.nan
@@ -78,10 +79,11 @@ def partial_section(cells: Sequence[Cell]) -> Section:
     )
     notes = [
         "rho is RMS(error) / RMS(error of an ideally rounded float16 output): 1 is as good as float32 partial states.",
-        f"Wherever half an ulp of the lse is at most {SMALL} ({len(claimed)} of {len(chosen)} configurations), measured has to "
-        f"agree within {TOLERANCE:.0%} with the known roundings of the exact states. It has to agree with the formula too, which "
-        f"takes roundings as independent draws, where the known ones are as large as draws within {TOLERANCE / 2:.0%} "
-        f"({len(drawn)} configurations). Worst deviation: {worst:.1%}. The others stand beside it, without a claim (hollow).",
+        f"Wherever half an ulp of the lse is at most {SMALL} ({len(claimed)} of {len(chosen)} configurations; {tossed} more "
+        f"hang on an lse next to a tie), measured has to agree within {TOLERANCE:.0%} with the roundings of the exact states. It "
+        "has to agree with the formula too, which takes roundings as independent draws, where the known ones are as large as "
+        f"draws within {TOLERANCE / 2:.0%} ({len(drawn)} configurations). Worst deviation: {worst:.1%}. The others stand beside "
+        "it, without a claim (hollow).",
     ]
     return Section(
         "fp32, fp16 and bf16 partial states", summary, COLUMNS, rows(chosen, PARTIALS),
