@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .jit import C_TYPES
+from .jit import C_TYPES, data_pointer
 
 FLOAT_DTYPES = tuple(C_TYPES)
 _CPU, _CUDA, _CUDA_MANAGED = 1, 2, 13  # DLPack device types
@@ -122,11 +122,12 @@ def dtype_name(name: str, value: Any, choices: tuple[str, ...] = FLOAT_DTYPES) -
     return found
 
 
-def data_pointer(array: Any) -> int:
-    """The address of the first element."""
-    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
-
-
 def element_strides(array: Any) -> tuple[int, ...]:
     """Strides in elements."""
     return tuple(stride // array.itemsize for stride in array.strides)
+
+
+def strides(name: str, array: Any, *axes: str) -> dict[str, int]:
+    """Strides in elements under a kernel's names for them: `<name>_<axis>_stride`, or `<name>_stride` for an axis of no name."""
+    parts = ("_".join(filter(None, (name, axis, "stride"))) for axis in axes)
+    return dict(zip(parts, element_strides(array), strict=False))

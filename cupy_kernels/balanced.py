@@ -174,6 +174,11 @@ class Workspace:
 
 
 def launch_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, workspace: Workspace) -> None:
+    """`bind_balanced`, then the launch."""
+    bind_balanced(problem, out, lse, grid, workspace)()
+
+
+def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, workspace: Workspace) -> jit.Launch:
     """One launch: out [batch_size, num_q_heads, head_dim] and lse [batch_size, num_q_heads] by their strides.
 
     The problem is one that `refusal` does not refuse, the grid is planned for its sizes.
@@ -183,18 +188,33 @@ def launch_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, work
     lse_strides, unit = element_strides(lse), unit_tokens(p.page_size)
     values = constants(p.dtype, str(out.dtype), p.head_dim, p.group_size, p.page_size, grid.config)
     slots = grid.config.warps // grid.config.kv_heads
-    jit.kernel("balanced.cu", "balanced", **values)(
+    return jit.kernel("balanced.cu", "balanced", **values).bind(
         p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes,
         q=p.q, k_cache=p.k_cache, v_cache=p.v_cache, page_table=p.page_table, context_lens=p.context_lens, o=out, lse=lse,
         o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, counters=workspace.counters,
         batch_size=p.batch_size, group_size=p.group_size, chunk_heads=chunk_heads(p.head_dim, p.group_size),
         page_size=p.page_size, max_pages=p.max_pages, unit_tokens=unit,
         min_units=math.ceil(grid.config.min_tiles * slots * TILE / unit),
-        # All scores alike: a scale of 0 would make 0 * -inf of an empty maximum.
-        scale_log2=p.scale_log2 if abs(p.scale_log2) > 1e-30 else 1e-30,
+        scale_log2=nonzero(p.scale_log2),
         natural=int(p.lse_base == "e"),
         q_batch_stride=q[0], q_head_stride=q[1], k_page_stride=k[0], k_slot_stride=k[1], k_head_stride=k[2],
         v_page_stride=v[0], v_slot_stride=v[1], v_head_stride=v[2], page_table_stride=element_strides(p.page_table)[0],
         context_lens_stride=element_strides(p.context_lens)[0], o_batch_stride=o[0], o_head_stride=o[1],
         lse_batch_stride=lse_strides[0], lse_head_stride=lse_strides[1],
     )  # fmt: skip
+
+
+def bind_partial(problem: DecodeProblem, out_dtype: str, num_splits: int, grid: Grid, arguments: dict[str, Any]) -> jit.Launch:
+    """Pass 1 of the two-launch schedules on tensor cores; `arguments` are those it shares with kernels/partial.cu."""
+    p = problem
+    values = constants(p.dtype, out_dtype, p.head_dim, p.group_size, p.page_size, grid.config)
+    return jit.kernel("partial_mma.cu", "partial_mma", **values).bind(
+        p.xp, (p.batch_size, p.num_kv_heads * grid.head_chunks, num_splits), 32 * grid.config.warps, grid.shared_bytes,
+        **arguments, head_chunks=grid.head_chunks, chunk_heads=chunk_heads(p.head_dim, p.group_size),
+        scale_log2=nonzero(p.scale_log2),
+    )  # fmt: skip
+
+
+def nonzero(scale_log2: float) -> float:
+    """All scores alike: a scale of 0 would make 0 * -inf of an empty maximum."""
+    return scale_log2 if abs(scale_log2) > 1e-30 else 1e-30

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
-from . import jit
-from .arrays import check_choice, check_int, check_unit_stride, dtype_name, element_strides
-from .merge import launch_merge
+from . import balanced, jit
+from .arrays import check_choice, check_int, check_unit_stride, dtype_name, strides
+from .merge import bind_merge
 from .plan import MAX_SPLITS, plan_splits
-from .problem import DecodeProblem, check_problem
+from .problem import MAX_HEADS_PER_BLOCK, DecodeProblem, check_problem
 
-SCHEDULES = ("uniform", "fixed")
+SCHEDULES = ("balanced", "uniform", "fixed")
 THREADS = 128
 TILE = 32
 # schedule="fixed" without pages_per_split: long enough to pay for a partial, short enough to fill a device from one request.
@@ -22,7 +23,7 @@ STAND_IN_SMS = 132
 
 def paged_decode(
     q: Any, k_cache: Any, v_cache: Any, page_table: Any, context_lens: Any, *, sm_scale: float | None = None,
-    layout: str = "NHD", schedule: str = "uniform", num_splits: int | None = None, pages_per_split: int | None = None,
+    layout: str = "NHD", schedule: str | None = None, num_splits: int | None = None, pages_per_split: int | None = None,
     window: int | None = None, softcap: float | None = None, sinks: Any = None, alibi_slopes: Any = None,
     k_scale: float = 1.0, v_scale: float = 1.0, kv_dtype: str | None = None, lse_base: str = "e",
     partial_dtype: Any = "float32", out: Any = None, lse_out: Any = None, out_dtype: Any = None, check_values: bool = False,
@@ -41,8 +42,11 @@ def paged_decode(
         context_lens: [batch_size] int32: tokens of each request, 0 to max_pages * page_size. 0 gives o = 0, lse = -inf.
         sm_scale: factor of the scores; None is 1 / sqrt(head_dim).
         layout: "NHD" or "HND", of both caches.
-        schedule: "uniform" cuts every request into `num_splits`; "fixed" into splits of `pages_per_split` pages, so that the
-            bits of a request do not depend on its batch-mates.
+        schedule: "balanced" lays all tokens end to end and cuts them into equal shares on the device, in one launch; "uniform"
+            cuts every request into `num_splits`; "fixed" into splits of `pages_per_split` pages, so that the bits of a request do
+            not depend on its batch-mates. None is "balanced", unless `num_splits`, `partial_dtype` ("uniform") or
+            `pages_per_split` ("fixed") is given. What the tensor-core kernel can't take ("balanced": float32, other head_dims,
+            rows not aligned to 16 bytes) goes to the readable kernel in a planned "uniform" cut.
         num_splits: for "uniform"; None plans it from the table's width and the device. 1 is the unsplit kernel: one launch.
         pages_per_split: for "fixed"; None is about 512 tokens.
         window, softcap, sinks, alibi_slopes, k_scale, v_scale, kv_dtype: not there yet; only their defaults are taken.
@@ -67,30 +71,42 @@ def paged_decode(
         not_yet={"window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes,
                  "k_scale": k_scale, "v_scale": v_scale, "kv_dtype": kv_dtype},
     )  # fmt: skip
-    partial_dtype = dtype_name("partial_dtype", partial_dtype)
-    num_splits, pages_per_split = choose_splits(problem, schedule, num_splits, pages_per_split)
-    out, lse = _outputs(problem, (problem.num_q_heads,), out, lse_out, out_dtype)
-
-    # A 16-bit partial is rounded even where a request has but one split: "fixed" promises bits that other requests don't change.
-    if num_splits == 1 and (schedule == "uniform" or partial_dtype == "float32"):
-        launch_partial(problem, out[:, :, None], lse[:, :, None], pages_per_split)
-        return out, lse
-    o_part, lse_part = _outputs(problem, (problem.num_q_heads, num_splits), None, None, partial_dtype)
-    launch_partial(problem, o_part, lse_part, pages_per_split)
-    launch_merge(problem.xp, o_part, lse_part, out, lse, lse_base=lse_base)
+    cut = choose_cut(problem, schedule, num_splits, pages_per_split, dtype_name("partial_dtype", partial_dtype))
+    with problem.on_device():
+        out, lse = outputs(problem, (problem.num_q_heads,), out, lse_out, out_dtype)
+        for launch in launches(problem, cut, out, lse):
+            launch()
     return out, lse
+
+
+def launches(problem: DecodeProblem, cut: Cut, out: Any, lse: Any) -> list[jit.Launch]:
+    """The launches of a call, in order, with the memory between them: balanced; or partial; or partial and merge."""
+    if out.size == 0:
+        return []
+    if cut.schedule == "balanced":
+        grid = plan_grid(problem)
+        return [balanced.bind_balanced(problem, out, lse, grid, balanced.Workspace.of(problem.xp, grid))]
+    # A 16-bit partial is rounded even where a request has but one split: "fixed" promises bits that other requests don't change.
+    if cut.num_splits == 1 and (cut.schedule == "uniform" or cut.partial_dtype == "float32"):
+        return [bind_partial(problem, out[:, :, None], lse[:, :, None], cut.pages_per_split)]
+    o_part, lse_part = outputs(problem, (problem.num_q_heads, cut.num_splits), None, None, cut.partial_dtype)
+    return [
+        bind_partial(problem, o_part, lse_part, cut.pages_per_split),
+        bind_merge(problem.xp, o_part, lse_part, out, lse, lse_base=problem.lse_base),
+    ]
 
 
 def split_decode(
     q: Any, k_cache: Any, v_cache: Any, page_table: Any, context_lens: Any, *, sm_scale: float | None = None,
-    layout: str = "NHD", schedule: str = "uniform", num_splits: int | None = None, pages_per_split: int | None = None,
+    layout: str = "NHD", schedule: str | None = None, num_splits: int | None = None, pages_per_split: int | None = None,
     window: int | None = None, softcap: float | None = None, alibi_slopes: Any = None, k_scale: float = 1.0,
     v_scale: float = 1.0, kv_dtype: str | None = None, lse_base: str = "e", partial_dtype: Any = "float32", out: Any = None,
     lse_out: Any = None, check_values: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """The first pass of `paged_decode` alone: the attention state of every split, for `merge_states` or for a look.
 
-    Arguments as `paged_decode`'s, of the same names; `out` and `lse_out` take the partials here. An empty split is (0, -inf).
+    Arguments as `paged_decode`'s, of the same names; `out` and `lse_out` take the partials here. `schedule` is "uniform" or
+    "fixed"; None is the one whose argument is given. An empty split is (0, -inf).
 
     Returns:
         o_part [batch_size, num_q_heads, num_splits, head_dim] of `partial_dtype` and lse_part, float32, of the same shape without
@@ -105,28 +121,55 @@ def split_decode(
         not_yet={"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale,
                  "kv_dtype": kv_dtype},
     )  # fmt: skip
+    if schedule is None:
+        schedule = "uniform" if pages_per_split is None else "fixed"
+    if schedule == "balanced":
+        raise ValueError("schedule: expected 'uniform' or 'fixed', got 'balanced', whose cut has no splits to look at")
     partial_dtype = dtype_name("partial_dtype", partial_dtype)
-    num_splits, pages_per_split = choose_splits(problem, schedule, num_splits, pages_per_split)
-    o_part, lse_part = _outputs(problem, (problem.num_q_heads, num_splits), out, lse_out, partial_dtype)
-    launch_partial(problem, o_part, lse_part, pages_per_split)
+    cut = choose_cut(problem, schedule, num_splits, pages_per_split, partial_dtype)
+    with problem.on_device():
+        o_part, lse_part = outputs(problem, (problem.num_q_heads, cut.num_splits), out, lse_out, partial_dtype)
+        if o_part.size:
+            bind_partial(problem, o_part, lse_part, cut.pages_per_split)()
     return o_part, lse_part
 
 
-def choose_splits(problem: DecodeProblem, schedule: str, num_splits: int | None, pages_per_split: int | None) -> tuple[int, int]:
-    """The number of splits, and the pages of each where the schedule fixes them (else 0)."""
+@dataclass(frozen=True)
+class Cut:
+    """How a call is cut: the schedule, its number of splits, and the pages of each where the schedule fixes them (else 0)."""
+
+    schedule: str
+    num_splits: int
+    pages_per_split: int
+    partial_dtype: str
+
+
+def choose_cut(
+    problem: DecodeProblem, schedule: str | None, num_splits: int | None, pages_per_split: int | None, partial_dtype: str
+) -> Cut:
+    """The cut that the caller asked for, or else the one for this device and the longest context the table holds."""
+    if schedule is None:
+        asked = num_splits is not None or partial_dtype != "float32"
+        schedule = "fixed" if pages_per_split is not None else "uniform" if asked else "balanced"
     check_choice("schedule", schedule, SCHEDULES)
+    if schedule != "uniform" and num_splits is not None:
+        raise ValueError(f"num_splits: expected None with schedule={schedule!r}, got {num_splits}")
+    if schedule != "fixed" and pages_per_split is not None:
+        raise ValueError(f"pages_per_split: expected None with schedule={schedule!r}, got {pages_per_split}")
+    if schedule == "balanced":
+        if partial_dtype != "float32":
+            raise ValueError(f"partial_dtype: expected 'float32' with schedule='balanced', got {partial_dtype!r}")
+        if takes_tensor_cores(problem):
+            return Cut(schedule, 0, 0, partial_dtype)
+        schedule = "uniform"
     if schedule == "uniform":
-        if pages_per_split is not None:
-            raise ValueError(f"pages_per_split: expected None with schedule='uniform', got {pages_per_split}")
-        if num_splits is not None:
-            return check_int("num_splits", num_splits, 1, MAX_SPLITS), 0
-        longest = problem.max_pages * problem.page_size
-        return plan_splits(
-            [min(longest, 2**31 - 1)] * problem.batch_size, page_size=problem.page_size, num_q_heads=problem.num_q_heads,
-            num_kv_heads=problem.num_kv_heads, num_sms=device_sms(problem),
-        ), 0  # fmt: skip
-    if num_splits is not None:
-        raise ValueError(f"num_splits: expected None with schedule='fixed', got {num_splits}")
+        if num_splits is None:
+            longest = min(problem.max_pages * problem.page_size, 2**31 - 1)
+            num_splits = plan_splits(
+                [longest] * problem.batch_size, page_size=problem.page_size, num_q_heads=problem.num_q_heads,
+                num_kv_heads=problem.num_kv_heads, num_sms=device_sms(problem),
+            )  # fmt: skip
+        return Cut(schedule, check_int("num_splits", num_splits, 1, MAX_SPLITS), 0, partial_dtype)
     if pages_per_split is None:
         pages_per_split = math.ceil(FIXED_SPLIT_TOKENS / problem.page_size)
     pages_per_split = check_int("pages_per_split", pages_per_split, 1, 2**31 - 1)
@@ -134,7 +177,12 @@ def choose_splits(problem: DecodeProblem, schedule: str, num_splits: int | None,
     if splits > MAX_SPLITS:
         least = math.ceil(problem.max_pages / MAX_SPLITS)
         raise ValueError(f"pages_per_split: expected at least {least} for {problem.max_pages} pages, got {pages_per_split}")
-    return splits, pages_per_split
+    return Cut(schedule, splits, pages_per_split, partial_dtype)
+
+
+def takes_tensor_cores(problem: DecodeProblem) -> bool:
+    """Whether the tensor-core kernels can take this call; the readable kernel takes any."""
+    return balanced.refusal(problem) is None and not jit.wants_readable()
 
 
 def device_sms(problem: DecodeProblem) -> int:
@@ -144,27 +192,38 @@ def device_sms(problem: DecodeProblem) -> int:
     return int(problem.q.device.attributes["MultiProcessorCount"])
 
 
-def launch_partial(problem: DecodeProblem, o_part: Any, lse_part: Any, pages_per_split: int) -> None:
-    """The partial kernel: o_part [batch_size, num_q_heads, num_splits, head_dim] and lse_part, by their strides."""
+def plan_grid(problem: DecodeProblem) -> balanced.Grid:
+    """The grid of the balanced schedule on this device."""
+    p = problem
+    return balanced.plan_grid(
+        batch_size=p.batch_size, num_kv_heads=p.num_kv_heads, group_size=p.group_size, head_dim=p.head_dim, num_sms=device_sms(p)
+    )
+
+
+def bind_partial(problem: DecodeProblem, o_part: Any, lse_part: Any, pages_per_split: int) -> jit.Launch:
+    """Pass 1: o_part [batch_size, num_q_heads, num_splits, head_dim] and lse_part, by their strides."""
     p, num_splits = problem, o_part.shape[2]
-    q, k, v, o, lse = map(element_strides, (p.q, p.k_cache, p.v_cache, o_part, lse_part))
-    heads = min(p.group_size, 16)
+    arguments = {
+        "q": p.q, "k_cache": p.k_cache, "v_cache": p.v_cache, "page_table": p.page_table, "context_lens": p.context_lens,
+        "o": o_part, "lse": lse_part, "group_size": p.group_size, "page_size": p.page_size, "max_pages": p.max_pages,
+        "num_splits": num_splits, "pages_per_split": pages_per_split, "natural": int(p.lse_base == "e"),
+        **strides("q", p.q, "batch", "head"), **strides("k", p.k_cache, "page", "slot", "head"),
+        **strides("v", p.v_cache, "page", "slot", "head"), **strides("page_table", p.page_table, ""),
+        **strides("context_lens", p.context_lens, ""), **strides("o", o_part, "batch", "head", "split"),
+        **strides("lse", lse_part, "batch", "head", "split"),
+    }  # fmt: skip
+    if takes_tensor_cores(p):
+        return balanced.bind_partial(p, str(o_part.dtype), num_splits, plan_grid(p), arguments)
+    heads = min(p.group_size, MAX_HEADS_PER_BLOCK)
     shared_floats = 2 * heads * p.head_dim + TILE * (p.head_dim + 1)
     partial = jit.kernel("partial.cu", "partial", KV=p.dtype, OUT=str(o_part.dtype), THREADS=THREADS)
-    partial(
-        p.xp, (p.batch_size, p.num_kv_heads * p.head_chunks, num_splits), THREADS, 4 * shared_floats,
-        q=p.q, k_cache=p.k_cache, v_cache=p.v_cache, page_table=p.page_table, context_lens=p.context_lens, o=o_part, lse=lse_part,
-        group_size=p.group_size, head_chunks=p.head_chunks, head_dim=p.head_dim, page_size=p.page_size, max_pages=p.max_pages,
-        num_splits=num_splits, pages_per_split=pages_per_split, window=p.window or 0, scale_log2=p.scale_log2,
-        natural=int(p.lse_base == "e"),
-        q_batch_stride=q[0], q_head_stride=q[1], k_page_stride=k[0], k_slot_stride=k[1], k_head_stride=k[2],
-        v_page_stride=v[0], v_slot_stride=v[1], v_head_stride=v[2], page_table_stride=element_strides(p.page_table)[0],
-        context_lens_stride=element_strides(p.context_lens)[0], o_batch_stride=o[0], o_head_stride=o[1], o_split_stride=o[2],
-        lse_batch_stride=lse[0], lse_head_stride=lse[1], lse_split_stride=lse[2],
+    return partial.bind(
+        p.xp, (p.batch_size, p.num_kv_heads * p.head_chunks, num_splits), THREADS, 4 * shared_floats, **arguments,
+        head_chunks=p.head_chunks, head_dim=p.head_dim, window=p.window or 0, scale_log2=p.scale_log2,
     )  # fmt: skip
 
 
-def _outputs(problem: DecodeProblem, rows: tuple[int, ...], out: Any, lse_out: Any, out_dtype: Any) -> tuple[Any, Any]:
+def outputs(problem: DecodeProblem, rows: tuple[int, ...], out: Any, lse_out: Any, out_dtype: Any) -> tuple[Any, Any]:
     """The caller's outputs, checked, or new ones: [batch_size, *rows, head_dim] and [batch_size, *rows]."""
     dtype = problem.dtype if out_dtype is None else dtype_name("out_dtype", out_dtype)
     shape = (problem.batch_size, *rows)

@@ -135,7 +135,7 @@ class Kernel:
         where, dtype = f"{self.name}.{parameter.name}", DTYPES[parameter.c_type]
         if parameter.pointer:
             if value is None and parameter.nullable:
-                return None if xp is np else np.uint64(0)
+                return None
             if not isinstance(value, xp.ndarray):
                 raise TypeError(f"{where}: expected a {xp.__name__} array, got {type(value).__name__}")
             if value.dtype != dtype:
@@ -151,14 +151,19 @@ class Kernel:
         return dtype.type(value)
 
     def __call__(self, xp: ModuleType, grid: tuple[int, int, int], threads: int, shared_bytes: int, **arguments: Any) -> None:
-        """Launches on the arrays' device: the current stream of CuPy, or the CPU. A grid without blocks launches nothing."""
+        """Launches once: `bind`, then the launch."""
+        self.bind(xp, grid, threads, shared_bytes, **arguments)()
+
+    def bind(self, xp: ModuleType, grid: tuple[int, int, int], threads: int, shared_bytes: int, **arguments: Any) -> Launch:
+        """A launch with its arguments checked, to be made any number of times on the current device."""
         values = self.check(xp, arguments)
-        if 0 in grid:
-            return
         if xp is np:
-            self._launch_cpu(values, grid, threads, shared_bytes)
+            source = read_source(self.source, for_cpu=True, patches=self.patches)
+            library = build.load(source, tuple(self.kernels), self.defines, _settings["sanitize"])
+            function: Any = library[f"launch_{self.name}"]
         else:
-            self._compiled(shared_bytes)(grid, (threads, 1, 1), values, shared_mem=shared_bytes)
+            function = self._compiled(shared_bytes).kernel.ptr
+        return Launch(self, function, grid, threads, shared_bytes, values)
 
     def _compiled(self, shared_bytes: int) -> Any:
         import cupy
@@ -173,39 +178,87 @@ class Kernel:
         self._device_kernels[device] = kernel, granted
         return kernel
 
-    def _launch_cpu(self, values: list[Any], grid: tuple[int, int, int], threads: int, shared_bytes: int) -> None:
-        source = read_source(self.source, for_cpu=True, patches=self.patches)
-        library = build.load(source, tuple(self.kernels), self.defines, _settings["sanitize"])
-        held: list[Any] = [
-            (ctypes.c_void_p(None if value is None else value.ctypes.data) if parameter.pointer
-             else _SCALARS[parameter.c_type](value.item()))
-            for parameter, value in zip(self.parameters, values, strict=True)
-        ]  # fmt: skip
-        arguments = (ctypes.c_void_p * len(held))(*map(ctypes.addressof, held))
-        sizes = (ctypes.c_uint * 3)(*grid), ctypes.c_uint(threads), ctypes.c_uint(shared_bytes)
-        status = library[f"launch_{self.name}"](*sizes, arguments, ctypes.c_uint64(_settings["seed"]))
-        if status != 0:
-            raise RuntimeError(f"{self.name}: a block deadlocked: some of its threads wait for others that never come")
+
+class Launch:
+    """A kernel with its grid and arguments, ready to go. Arrays may be exchanged for others like them between launches."""
+
+    def __init__(
+        self, kernel: Kernel, function: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, values: list[Any]
+    ) -> None:
+        self.name, self.grid, self.threads, self.shared_bytes = kernel.name, grid, threads, shared_bytes
+        self.on_cpu = not isinstance(function, int)
+        self._function = function
+        # The arrays live at least as long as their addresses here.
+        self._values = values
+        self._held: dict[str, Any] = {}
+        for parameter, value in zip(kernel.parameters, values, strict=True):
+            if parameter.pointer:
+                held: Any = ctypes.c_void_p(None if value is None else data_pointer(value))
+            else:
+                held = _SCALARS[parameter.c_type](value.item())
+            self._held[parameter.name] = held
+        self._arguments = (ctypes.c_void_p * len(self._held))(*map(ctypes.addressof, self._held.values()))
+        self._address = ctypes.addressof(self._arguments)
+
+    def point(self, name: str, address: int) -> None:
+        """Exchanges an array for the one at this address: same dtype, shape and strides, and kept alive by the caller."""
+        self._held[name].value = address
+
+    def __call__(self) -> None:
+        """On the current stream of CuPy, or the CPU. A grid without blocks launches nothing."""
+        if 0 in self.grid:
+            return
+        if self.on_cpu:
+            sizes = (ctypes.c_uint * 3)(*self.grid), ctypes.c_uint(self.threads), ctypes.c_uint(self.shared_bytes)
+            if self._function(*sizes, self._arguments, ctypes.c_uint64(_settings["seed"])) != 0:
+                raise RuntimeError(f"{self.name}: a block deadlocked: some of its threads wait for others that never come")
+            return
+        # RawKernel's own call would look at each of some thirty arguments again, at a cost of microseconds.
+        launch, current_stream = _cuda()
+        launch(self._function, *self.grid, self.threads, 1, 1, self.shared_bytes, current_stream().ptr, self._address, 0)
 
 
-_settings: dict[str, Any] = {"seed": 0, "sanitize": False, "patches": ()}
+@functools.cache
+def _cuda() -> tuple[Any, Any]:
+    import cupy
+    from cupy_backends.cuda.api import driver
+
+    return driver.launchKernel, cupy.cuda.get_current_stream
+
+
+def data_pointer(array: Any) -> int:
+    """The address of the first element of a NumPy or CuPy array."""
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+_settings: dict[str, Any] = {"seed": 0, "sanitize": False, "readable": False, "patches": ()}
 
 
 @contextlib.contextmanager
-def settings(*, seed: int = 0, sanitize: bool = False, patches: Patches = ()) -> Iterator[None]:
-    """For tests and the harness.
+def settings(**changes: Any) -> Iterator[None]:
+    """For tests and the harness: these settings within the block, the others as they are.
 
     Args:
         seed: on the CPU, shuffles the order in which threads and blocks take turns; 0 keeps the natural order.
         sanitize: on the CPU, builds with AddressSanitizer and UBSan.
+        readable: takes the readable kernels also where tensor cores could: a second opinion.
         patches: faults planted in the kernels' text, (file, old text, new text) each; the old text must stand there exactly once.
     """
+    if unknown := set(changes) - set(_settings):
+        raise TypeError(f"settings: expected {', '.join(_settings)}, got {', '.join(sorted(unknown))}")
+    if "patches" in changes:
+        changes["patches"] = tuple(changes["patches"])
     previous = dict(_settings)
-    _settings.update(seed=seed, sanitize=sanitize, patches=tuple(patches))
+    _settings.update(changes)
     try:
         yield
     finally:
         _settings.update(previous)
+
+
+def wants_readable() -> bool:
+    """Whether `settings(readable=True)` holds."""
+    return bool(_settings["readable"])
 
 
 def kernel(source: str, name: str, **constants: Any) -> Kernel:

@@ -19,7 +19,7 @@ from .arrays import (
     check_unit_stride,
     data_pointer,
     dtype_name,
-    element_strides,
+    strides,
 )  # fmt: skip
 from .problem import LSE_BASES
 
@@ -65,7 +65,7 @@ def merge_states(
     dtype = str(o_part.dtype) if out_dtype is None else dtype_name("out_dtype", out_dtype)
     o, lse = xp.empty((*lead, head_dim), np.dtype(dtype)), xp.empty(lead, np.float32)
     outer, inner = _rows(lead)
-    launch_merge(
+    bind_merge(
         xp,
         o_part.reshape(outer, inner, num_states, head_dim),
         lse_part.reshape(outer, inner, num_states),
@@ -73,22 +73,22 @@ def merge_states(
         lse.reshape(outer, inner),
         lse_base=lse_base,
         algorithm=algorithm,
-    )
+    )()
     return o, lse
 
 
-def launch_merge(
+def bind_merge(
     xp: ModuleType, o_part: Any, lse_part: Any, o: Any, lse: Any, *, lse_base: str, algorithm: str = "max_first"
-) -> None:
+) -> jit.Launch:
     """The merge kernel on checked arrays [outer, inner, num_states, head_dim] -> [outer, inner, head_dim]."""
     outer, inner, num_states, head_dim = o_part.shape
     merge = jit.kernel("merge.cu", "merge", IN=str(o_part.dtype), OUT=str(o.dtype), THREADS=THREADS)
-    merge(
+    return merge.bind(
         xp, (outer * inner, 1, 1), THREADS, 0,
         o_part=o_part, lse_part=lse_part, o=o, lse=lse, inner=inner, num_states=num_states, head_dim=head_dim,
         log2_per_unit=_LOG2_PER_UNIT[lse_base], max_first=int(algorithm == "max_first"),
-        **_strides("o_part", o_part, "outer", "inner", "state"), **_strides("lse_part", lse_part, "outer", "inner", "state"),
-        **_strides("o", o, "outer", "inner"), **_strides("lse", lse, "outer", "inner"),
+        **strides("o_part", o_part, "outer", "inner", "state"), **strides("lse_part", lse_part, "outer", "inner", "state"),
+        **strides("o", o, "outer", "inner"), **strides("lse", lse, "outer", "inner"),
     )  # fmt: skip
 
 
@@ -161,14 +161,12 @@ def _launch_pair(xp: ModuleType, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, o: 
         "o": o.reshape(outer, inner, head_dim), "lse": lse.reshape(outer, inner),
     }  # fmt: skip
     mask_rows = None if mask is None else mask.reshape(outer, inner)
-    strides = {}
-    for name, array in states.items():
-        strides.update(_strides(name, array, "outer", "inner"))
-    strides.update(_strides("mask", states["lse"] if mask is None else mask_rows, "outer", "inner"))
+    by_name = {**states, "mask": states["lse"] if mask is None else mask_rows}
+    by_row = {key: value for name, rows in by_name.items() for key, value in strides(name, rows, "outer", "inner").items()}
     merge_pair = jit.kernel("merge.cu", "merge_pair", IN=str(o.dtype), OUT=str(o.dtype), THREADS=THREADS)
     merge_pair(
         xp, (outer * inner, 1, 1), THREADS, 0, **states, mask=mask_rows, inner=inner, head_dim=head_dim,
-        log2_per_unit=_LOG2_PER_UNIT[lse_base], **strides,
+        log2_per_unit=_LOG2_PER_UNIT[lse_base], **by_row,
     )  # fmt: skip
     # Where axes could not be folded into two, reshape made a copy, and the result has to go back.
     for target, written in ((o, states["o"]), (lse, states["lse"])):
@@ -179,7 +177,3 @@ def _launch_pair(xp: ModuleType, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, o: 
 def _rows(lead: Any) -> tuple[int, int]:
     """Leading axes as (outer, inner): the last one, and all before it folded."""
     return (math.prod(lead[:-1]), lead[-1]) if lead else (1, 1)
-
-
-def _strides(name: str, array: Any, *axes: str) -> dict[str, int]:
-    return {f"{name}_{axis}_stride": stride for axis, stride in zip(axes, element_strides(array), strict=False)}

@@ -151,7 +151,7 @@ class TestSource:
     def test_settings_come_back_after_an_error(self):
         with pytest.raises(KeyError), jit.settings(seed=5, sanitize=True):
             raise KeyError
-        assert jit._settings == {"seed": 0, "sanitize": False, "patches": ()}
+        assert jit._settings == {"seed": 0, "sanitize": False, "readable": False, "patches": ()}
 
     def test_no_fast_math(self):
         # it would replace exp2, log2 and division, flush subnormals, and drop NaN

@@ -63,7 +63,7 @@ def non_finite(inputs: Inputs, schedule: str, guards: tuple[bool, bool], device:
     if device == "gpu":
         import cupy as xp  # type: ignore[no-redef]
     patches: jit.Patches = (() if guards[0] else UNGUARDED_PARTIAL) + (() if guards[1] else UNGUARDED_MERGE)
-    with jit.settings(patches=patches):
+    with jit.settings(patches=patches, readable=True):
         out, lse = paged_decode(**on_device(inputs, xp), **SCHEDULES[schedule], out_dtype="float32")
     found = xp.isnan(out).any(-1) | xp.isnan(lse)
     return found if xp is np else xp.asnumpy(found)

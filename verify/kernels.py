@@ -61,7 +61,7 @@ def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patche
         import cupy as xp  # type: ignore[no-redef]
     to_host = lambda arrays: tuple(x if xp is np else xp.asnumpy(x) for x in arrays)
     arguments = on_device(inputs, xp)
-    with jit.settings(patches=patches):
+    with jit.settings(patches=patches, readable=True):
         first = to_host(_decode(case, arguments, xp))
         again = [to_host(_decode(case, on_device(permuted(inputs), xp), xp))]
         partial, merged = None, {}
@@ -71,7 +71,7 @@ def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patche
             for algorithm in ("max_first", "online"):
                 merged[algorithm] = to_host(merge_states(*states, out_dtype=DTYPES[case.output_dtype], algorithm=algorithm))
     for seed in range(1, repeats + 1):
-        with jit.settings(seed=seed, patches=patches):
+        with jit.settings(seed=seed, patches=patches, readable=True):
             again.append(to_host(_decode(case, arguments, xp)))
     return Outputs(first, partial, merged, again)
 

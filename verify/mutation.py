@@ -54,7 +54,7 @@ def examine(mutant: Mutant, probes: Sequence[Probe], device: str = "cpu", seed: 
     if device == "gpu":
         import cupy as xp  # type: ignore[no-redef]
     killed_by, passes = [], {}
-    with jit.settings(patches=mutant.patches):
+    with jit.settings(patches=mutant.patches, readable=True):
         for probe in probes:
             prepared = prepare(probe, seed)
             results = execute(prepared, xp)

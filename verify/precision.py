@@ -117,7 +117,7 @@ def measure(each: Case, storage: Storage, device: str = "cpu") -> float:
     if device == "gpu":
         import cupy as xp  # type: ignore[no-redef]
     inputs, out = drawn(each)
-    with jit.settings(patches=storage.patches):
+    with jit.settings(patches=storage.patches, readable=True):
         states = split_decode(**on_device(inputs, xp), num_splits=each.num_splits, partial_dtype=storage.partial_dtype)
         merged = merge_states(*states, out_dtype="float16")[0]
     got = merged if xp is np else xp.asnumpy(merged)

@@ -15,7 +15,7 @@ import numpy as np
 
 import reference
 from cupy_kernels import merge_state_in_place, merge_states, paged_decode, split_decode
-from cupy_kernels.decode import launch_partial
+from cupy_kernels.decode import bind_partial
 from cupy_kernels.problem import NOT_YET, check_problem
 
 from .arithmetic import DTYPES, Arithmetic, Order, tiled_order
@@ -200,7 +200,7 @@ def _partial(probe: Probe, call: dict[str, Any], o: Any, lse: Any) -> None:
         return
     # The kernels know windows; the public calls will once every schedule does.
     problem = check_problem(**call, lse_base="e", check_values=False, not_yet=NOT_YET)
-    launch_partial(replace(problem, window=probe.window), o, lse, probe.case.pages_per_split or 0)
+    bind_partial(replace(problem, window=probe.window), o, lse, probe.case.pages_per_split or 0)()
 
 
 def _far_pages(inputs: Inputs, xp: Any) -> dict[str, Any]:
