@@ -10,8 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cupy_kernels
-from cupy_kernels import paged_decode, plan_splits
+from cupy_kernels import DecodePlan, plan_splits
 
 from . import accuracy, floor, loading, timing
 from .cases import BenchCase, PageSets, build
@@ -40,28 +39,18 @@ class Options:
     say: Callable[[str], None] = print
 
 
-def prepare(sets: PageSets, schedule: dict[str, Any]) -> tuple[str, accuracy.Call]:
-    """The path an engine would call, by name, and a call of it on page set i: `DecodePlan.run` where it is, else paged_decode."""
+def prepare(sets: PageSets, schedule: dict[str, Any]) -> accuracy.Call:
+    """The path of an engine, `DecodePlan.run`, on page set i."""
     # Views made once: a view costs the host as much as a launch.
-    arguments, layout = [sets.arguments(i) for i in range(len(sets))], sets.case.layout
+    arguments = [sets.arguments(i) for i in range(len(sets))]
     out, lse = (list(array) for array in (sets.out, sets.lse))
-    plan_type = getattr(cupy_kernels, "DecodePlan", None)
-    if plan_type is not None:
-        plan = plan_type(*arguments[0], layout=layout, **schedule)
+    plan = DecodePlan(*arguments[0], layout=sets.case.layout, **schedule)
 
-        def run(i: int) -> Any:
-            plan.run(*arguments[i], out=out[i], lse_out=lse[i])
-            return out[i]
+    def run(i: int) -> Any:
+        plan.run(*arguments[i], out=out[i], lse_out=lse[i])
+        return out[i]
 
-        name = "DecodePlan.run"
-    else:
-
-        def run(i: int) -> Any:
-            paged_decode(*arguments[i], out=out[i], lse_out=lse[i], layout=layout, **schedule)
-            return out[i]
-
-        name = "paged_decode"
-    return name, run
+    return run
 
 
 class Bench:
@@ -127,7 +116,7 @@ class Bench:
         start, options, row = time.perf_counter(), self.options, self._row(case)
         try:
             sets = self.build(case)
-            _, call = prepare(sets, options.schedule)
+            call = prepare(sets, options.schedule)
             accuracy.check(sets, call)
             first = accuracy.on_host(call(0)).tobytes()
             if any(accuracy.on_host(call(0)).tobytes() != first for _ in range(SAME_BITS_CALLS - 1)):
@@ -150,7 +139,7 @@ class Bench:
 
     def _time(self, sets: PageSets, row: dict[str, Any]) -> None:
         start, repeats = time.perf_counter(), self.options.repeats
-        row["path"], call = prepare(sets, self.options.schedule)
+        row["path"], call = "DecodePlan.run", prepare(sets, self.options.schedule)
         before = [accuracy.on_host(call(i)).tobytes() for i in range(len(sets))]
         ours = timing.measure(call, len(sets), repeats)
         if before != [accuracy.on_host(out).tobytes() for out in sets.out]:
@@ -184,13 +173,13 @@ class Bench:
             case.context_lens, page_size=case.page_size, num_q_heads=case.num_q_heads, num_kv_heads=case.num_kv_heads, num_sms=sms
         )
         for splits in sorted({*SWEEP_SPLITS, row["planned_splits"]}):
-            call = prepare_two_launches(sets, splits)
+            call = prepare(sets, {"num_splits": splits})
             try:
                 accuracy.check(sets, call, rows=1)
                 row["sweep_us"][str(splits)] = timing.measure(call, len(sets), repeats).us
             except Exception as error:
                 self.options.say(f"{case.name:<13} {splits} splits FAILED  {type(error).__name__}: {error}")
-        row["auto_us"] = timing.measure(prepare(sets, {})[1], len(sets), repeats).us
+        row["auto_us"] = timing.measure(prepare(sets, {}), len(sets), repeats).us
         self.phase("sweep", start)
 
     def context(self, cases: Iterable[BenchCase]) -> dict[str, Any]:
@@ -202,29 +191,12 @@ class Bench:
 
     def _point(self, case: BenchCase) -> dict[str, float]:
         sets = self.build(case)
-        _, call = prepare(sets, self.options.schedule)
+        call = prepare(sets, self.options.schedule)
         accuracy.check(sets, call, rows=1)
         us = timing.settled(lambda: timing.measure(call, len(sets), self.options.repeats).us)
         read_us = self._floor(sets)
         self.options.say(f"{case.name:<13} {us:9.1f} us, floor {read_us:9.1f} us")
         return {"tokens": case.context_lens[0], "us": us, "read_us": read_us}
-
-
-def prepare_two_launches(sets: PageSets, splits: int) -> accuracy.Call:
-    """A call of the two-launch schedule with so many splits."""
-
-    def run(i: int) -> Any:
-        paged_decode(
-            *sets.arguments(i),
-            out=sets.out[i],
-            lse_out=sets.lse[i],
-            layout=sets.case.layout,
-            schedule="uniform",
-            num_splits=splits,
-        )
-        return sets.out[i]
-
-    return run
 
 
 def context_fit(points: Sequence[dict[str, float]]) -> dict[str, float]:

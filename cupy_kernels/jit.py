@@ -189,7 +189,9 @@ class Launch:
         self.on_cpu = not isinstance(function, int)
         self._function = function
         # The arrays live at least as long as their addresses here.
-        self._values = values
+        self._kept = {
+            parameter.name: value for parameter, value in zip(kernel.parameters, values, strict=True) if parameter.pointer
+        }
         self._held: dict[str, Any] = {}
         for parameter, value in zip(kernel.parameters, values, strict=True):
             if parameter.pointer:
@@ -200,9 +202,11 @@ class Launch:
         self._arguments = (ctypes.c_void_p * len(self._held))(*map(ctypes.addressof, self._held.values()))
         self._address = ctypes.addressof(self._arguments)
 
-    def point(self, name: str, address: int) -> None:
-        """Exchanges an array for the one at this address: same dtype, shape and strides, and kept alive by the caller."""
-        self._held[name].value = address
+    def release(self, name: str) -> ctypes.c_void_p:
+        """Lets go of an array. Before a further launch, the `value` of what this returns has to be the address of another one, of
+        the same dtype and strides, which the caller keeps alive."""
+        self._kept.pop(name)
+        return self._held[name]
 
     def __call__(self) -> None:
         """On the current stream of CuPy, or the CPU. A grid without blocks launches nothing."""
