@@ -1,72 +1,28 @@
 """The probe for the GPU, the array modules under test, and a header that says what a run could not cover."""
 
-import functools
 import importlib
 import os
-import platform
-import shutil
-import subprocess
 
 import hypothesis
-import numpy as np
 import pytest
 
+from verify.environment import environment, no_gpu_reason
+
 # Found examples belong into the tests, not into a database beside them.
-hypothesis.settings.register_profile(
-    "cupy_kernels", deadline=None, database=None, derandomize="CI" in os.environ
-)
+hypothesis.settings.register_profile("cupy_kernels", deadline=None, database=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("cupy_kernels")
 
 
-@functools.cache
-def no_gpu_reason():
-    """Why nothing can run on a GPU here; None if it can."""
-    try:
-        import cupy
-
-        count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:
-        return f"no GPU: {type(error).__name__}: {error}"
-    return None if count else "no GPU: CuPy sees no device"
-
-
-def describe_gpu():
-    """Device, driver, CUDA and CuPy in one line."""
-    if no_gpu_reason():
-        return no_gpu_reason()
-    import cupy
-
-    properties = cupy.cuda.runtime.getDeviceProperties(0)
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = (
-        subprocess.run(query, capture_output=True, text=True).stdout.split() if shutil.which(query[0]) else []
-    )
-    return (
-        f"gpu: {properties['name'].decode()} (sm_{properties['major']}{properties['minor']}, "
-        f"{properties['multiProcessorCount']} SMs), driver {driver[0] if driver else 'unknown'}, "
-        f"CUDA {cupy.cuda.runtime.runtimeGetVersion()} of {cupy.cuda.runtime.driverGetVersion()}, "
-        f"CuPy {cupy.__version__}"
-    )
-
-
-def describe_compiler():
-    """The first line of the C++ compiler's --version."""
-    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
-        return "none"
-    return subprocess.run([found, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
-
-
 def pytest_addoption(parser):
-    parser.addoption(
-        "--require-gpu", action="store_true", help="a GPU test without a GPU fails instead of being skipped"
-    )
+    parser.addoption("--require-gpu", action="store_true", help="a GPU test without a GPU fails instead of being skipped")
 
 
 def pytest_report_header():
-    versions = f"python {platform.python_version()}, numpy {np.__version__}"
-    return [describe_gpu(), f"{versions}, compiler {describe_compiler()}"]
+    """Device, driver, CUDA and CuPy, and what the CPU side runs on: a green run can't hide what did not run."""
+    found = environment("cpu" if no_gpu_reason() else "gpu")
+    device = no_gpu_reason() or f"gpu: {found['device']}, {found['sms']} SMs, driver {found['driver']}, CUDA {found['cuda']}"
+    cpu = f"python {found['python']}, numpy {found['numpy']}, cupy {found['cupy']}, compiler {found['compiler']}"
+    return [device, cpu]
 
 
 def pytest_runtest_setup(item):

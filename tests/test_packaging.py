@@ -51,11 +51,7 @@ def wheel(tmp_path_factory):
 @pytest.mark.skipif(not can_build(), reason="needs setuptools>=77, of the extra test")
 def test_wheel_is_the_package(wheel):
     installed = {name for name in wheel if ".dist-info/" not in name}
-    files = (
-        path
-        for path in (ROOT / "cupy_kernels").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    )
+    files = (path for path in (ROOT / "cupy_kernels").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     assert installed == {path.relative_to(ROOT).as_posix() for path in files}
     assert any(name.startswith("cupy_kernels/kernels/") for name in installed)
     assert any(name.startswith("cupy_kernels/host/") for name in installed)
@@ -64,11 +60,7 @@ def test_wheel_is_the_package(wheel):
 @pytest.mark.skipif(not can_build(), reason="needs setuptools>=77, of the extra test")
 def test_wheel_states_licence_and_dependencies(wheel):
     (text,) = (wheel[name].decode() for name in wheel if name.endswith(".dist-info/METADATA"))
-    required = {
-        line.removeprefix("Requires-Dist: ")
-        for line in text.splitlines()
-        if line.startswith("Requires-Dist: ")
-    }
+    required = {line.removeprefix("Requires-Dist: ") for line in text.splitlines() if line.startswith("Requires-Dist: ")}
     assert {name.split(">")[0] for name in required if "extra ==" not in name} == {"numpy", "ml_dtypes"}
     assert "License-Expression: Apache-2.0" in text
     assert any(name.endswith("/LICENSE") for name in wheel)

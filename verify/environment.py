@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 import platform
 import shutil
 import subprocess
@@ -99,9 +100,9 @@ def driver_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" if something in it was changed since."""
+    """The checkout's commit, with "+" if something in it was changed since. A copy without .git is told by `GIT_COMMIT`."""
     if not (ROOT / ".git").exists() or not shutil.which("git"):
-        return None
+        return os.environ.get("GIT_COMMIT")
     name = _first_line(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"])
     changed = _first_line(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])
     return f"{name}+" if name and changed else name
