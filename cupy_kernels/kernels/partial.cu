@@ -16,15 +16,16 @@
 #define MAX_HEADS 16
 static_assert(THREADS % TILE == 0, "one warp computes the scores of one query head with a tile: a lane a token");
 
-// Tokens [first, first + TILE) of one KV head into shared memory. Those past `end` become 0 without being read: they may hold NaN,
-// and their page may not exist.
+// Tokens [first, first + TILE) of one KV head into shared memory, a warp a token. Those past `end` become 0 without being read:
+// they may hold NaN, and their page may not exist.
 __device__ void load_tile(float* tile, const KV* cache, const PagedRow& pages, int first, int end, int head_dim,
                           long long page_stride, long long slot_stride) {
-    for (int i = threadIdx.x; i < TILE * head_dim; i += THREADS) {
-        const int t = i / head_dim, d = i % head_dim, token = first + t;
-        // cache[page_table[token / page_size], token % page_size, kv_head, d]
-        tile[t * (head_dim + 1) + d] =
-            token < end ? to_float(cache[pages.offset(token, page_stride, slot_stride) + d]) : 0.f;
+    for (int t = threadIdx.x / TILE; t < TILE; t += THREADS / TILE) {
+        const int token = first + t;
+        // cache[page_table[token / page_size], token % page_size, kv_head, :]
+        const KV* row = token < end ? cache + pages.offset(token, page_stride, slot_stride) : nullptr;
+        for (int d = threadIdx.x % TILE; d < head_dim; d += TILE)
+            tile[t * (head_dim + 1) + d] = token < end ? to_float(row[d]) : 0.f;
     }
 }
 
@@ -40,12 +41,12 @@ __device__ float dot(const float* q, const float* k, int head_dim) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) partial(
-    const KV* __restrict__ q,               // [batch_size, num_q_heads, head_dim]
-    const KV* __restrict__ k_cache,         // [pool_pages, page_size, num_kv_heads, head_dim] by its strides
-    const KV* __restrict__ v_cache,         // as k_cache, with strides of its own
+    const KV* __restrict__ q,              // [batch_size, num_q_heads, head_dim]
+    const KV* __restrict__ k_cache,        // [pool_pages, page_size, num_kv_heads, head_dim] by its strides
+    const KV* __restrict__ v_cache,        // as k_cache, with strides of its own
     const int* __restrict__ page_table,    // [batch_size, max_pages]
     const int* __restrict__ context_lens,  // [batch_size]
-    OUT* __restrict__ o,                     // [batch_size, num_q_heads, num_splits, head_dim] by its strides
+    OUT* __restrict__ o,                   // [batch_size, num_q_heads, num_splits, head_dim] by its strides
     float* __restrict__ lse,               // [batch_size, num_q_heads, num_splits] by its strides
     int group_size,
     int head_chunks,
