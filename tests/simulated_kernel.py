@@ -49,10 +49,11 @@ class Kernel:
     def dot(self, q, k):
         products = (q[:, None] * np.float64(k)).transpose(2, 0, 1)
         if self.a.dot == "mma":
-            total = np.zeros(products.shape[1:], F32)
+            chains = np.zeros((self.a.dot_chains, *products.shape[1:]), F32)
             for i in range(0, len(products), self.a.mma_products):
-                total = block_fma(total, products[i : i + self.a.mma_products], self.a.mma_extra_bits)
-            return total
+                chain = i // 16 % self.a.dot_chains
+                chains[chain] = block_fma(chains[chain], products[i : i + self.a.mma_products], self.a.mma_extra_bits)
+            return np.add.reduce(chains, axis=0, dtype=F32)
         total = np.zeros(products.shape[1:], F32)
         for i in range(0, len(products), 8):
             chunk = np.zeros_like(total)
@@ -62,57 +63,94 @@ class Kernel:
         return total
 
     def store_p(self, p):
-        """P as it multiplies V, as float64: the parts of a pair are exact in it."""
-        name, _, parts = self.a.p.partition("x")
+        """The parts of P that multiply V, as float64."""
+        name, _, parts = self.a.p.rpartition("x") if self.a.p[-2] == "x" else (self.a.p, "", 1)
         if name == "float32":
-            return np.float64(p)
-        name, parts = self.a.p.rsplit("x", 1) if "x" in self.a.p else (self.a.p, 1)
-        rest, total, shift = np.float64(p) * 2.0**self.a.p_shift, 0.0, 0
+            return [np.float64(p)]
+        rest, found, shift = np.float64(p) * 2.0**self.a.p_shift, [], 0
         for _ in range(int(parts)):
             part = np.ldexp(np.ldexp(rest, shift).astype(DTYPES[name]).astype(np.float64), -shift)
-            total, rest = total + part, rest - part
+            found, rest = [*found, part * 2.0**-self.a.p_shift], rest - part
             shift += 11 * (name == "float16")
-        return total * 2.0**-self.a.p_shift
+        return found
 
-    def pv(self, acc, p, v):
+    def pv(self, acc, parts, v):
+        if self.a.pv == "mma_tile":
+            total = np.zeros_like(acc)
+            for p in reversed(parts):
+                total = (self.products(np.zeros_like(acc), p, v) + total).astype(F32)
+            return acc + total
+        total = self.products(np.zeros_like(acc) if self.a.pv.endswith("tile") else acc, sum(parts), v)
+        return acc + total if self.a.pv.endswith("tile") else total
+
+    def products(self, total, p, v):
         products = np.moveaxis(p[..., None] * v, 1, 0)
-        block = self.a.mma_products
-        total = np.zeros_like(acc) if self.a.pv.endswith("tile") else acc
         if self.a.pv.startswith("mma"):
-            for i in range(0, len(products), block):
-                total = block_fma(total, products[i : i + block], self.a.mma_extra_bits)
+            for i in range(0, len(products), self.a.mma_products):
+                total = block_fma(total, products[i : i + self.a.mma_products], self.a.mma_extra_bits)
         else:
             for product in products:
                 total = (product + total).astype(F32)
-        return acc + total if self.a.pv.endswith("tile") else total
+        return total
 
-    def sum_l(self, p):
+    def sum_l(self, l, p):
+        """l, a sum or 8 sums side by side, and a tile's P."""
+        if self.a.l_sum == "lanes":
+            for i in range(p.shape[1]):
+                l[:, i % 8] += p[:, i].astype(F32)
+            return l
         while self.a.l_sum == "tree" and p.shape[1] > 1:
             p = np.pad(p, [(0, 0), (0, p.shape[1] % 2)])
             p = (p[:, ::2] + p[:, 1::2]).astype(F32)
-        return np.add.accumulate(p.astype(F32), axis=1)[:, -1]
+        return l + np.add.accumulate(p.astype(F32), axis=1)[:, -1:]
 
-    def state(self, q, k, v, c, tiles):
-        m = np.full(len(q), -np.inf, F32)
-        l, acc = np.zeros(len(q), F32), np.zeros((len(q), v.shape[1]), F32)
+    def state(self, q, k, v, tiles):
+        m, acc = np.full(len(q), -np.inf, F32), np.zeros((len(q), v.shape[1]), F32)
+        l = np.zeros((len(q), 8 if self.a.l_sum == "lanes" else 1), F32)
         for tile in tiles:
-            x = (self.dot(q, k[list(tile)]) * c).astype(F32)
-            old, m = m, np.maximum(m, x.max(1))
-            alpha = self.ex2(old - m)
-            p = self.ex2(x - m[:, None])
+            x, old = self.score(self.dot(q, k[list(tile)])), m
+            if (self.argument(x - m[:, None]) > self.a.lazy).any() or not self.a.lazy:
+                m = np.maximum(m, x.max(1))
+            alpha = self.ex2(self.argument(old - m))
+            p = self.ex2(self.argument(x - m[:, None]))
             held = self.store_p(p)
             acc = self.pv(acc * alpha[:, None], held, np.float64(v[list(tile)]))
-            l = l * alpha + self.sum_l(held if self.a.l_from_p else p)
+            l = self.sum_l(l * alpha[:, None], sum(held) if self.a.l_from_p else p)
+        while l.shape[1] > 1:
+            l = l[:, ::2] + l[:, 1::2]
+        return m, l[:, 0], acc
+
+    def score(self, dot):
+        return (dot * self.c).astype(F32) if self.a.score == "scaled" else dot
+
+    def argument(self, difference):
+        return difference if self.a.score == "scaled" else (difference * self.c).astype(F32)
+
+    def together(self, parts, batch):
+        """Undivided states, `batch` at a time."""
+        m, l, acc = np.full_like(parts[0][0], -np.inf), np.zeros_like(parts[0][1]), np.zeros_like(parts[0][2])
+        for i in range(0, len(parts), batch):
+            old, m = m, np.max([m, *(part[0] for part in parts[i : i + batch])], axis=0)
+            alpha = self.ex2(self.argument(old - m))
+            l, acc = l * alpha, acc * alpha[:, None]
+            for m_w, l_w, acc_w in parts[i : i + batch]:
+                weight = self.ex2(self.argument(m_w - m))
+                l, acc = fma(weight, l_w, l), fma(weight[:, None], acc_w, acc)
         return m, l, acc
 
-    def split(self, q, k, v, c, states):
-        parts = [self.state(q, k, v, c, tiles) for tiles in states]
-        m = np.max([part[0] for part in parts], axis=0)
-        l, acc = F32(0), F32(0)
-        for m_w, l_w, acc_w in parts:
-            alpha = self.ex2(m_w - m) if len(parts) > 1 else np.ones_like(m)
-            l, acc = l + l_w * alpha, acc + acc_w * alpha[:, None]
-        return acc / l[:, None], self.log_sum(np.float64(m) * LN2, l)
+    def split(self, q, k, v, states):
+        parts = [self.state(q, k, v, tiles) for tiles in states]
+        return self.together(parts, len(parts))
+
+    def shares(self, q, k, v, order):
+        """All shares as one state."""
+        pieces, ways = [self.split(q, k, v, states) for states in order], self.a.share_ways[0]
+        return self.together([self.together(pieces[way::ways], 8) for way in range(min(ways, len(pieces)))], 2)
+
+    def normalised(self, m, l, acc):
+        """o, and the natural lse."""
+        in_log2 = np.float64(m) * (self.c if self.a.score == "bare" else 1)
+        return acc / l[:, None], self.log_sum(in_log2 * LN2, l)
 
     def log_sum(self, m, l):
         scaled = (self.lg2(l) * F32(LN2)).astype(F32)
@@ -134,11 +172,13 @@ class Kernel:
     def run(self, q, k, v, scale, order):
         """Output before its last rounding (float32), output, lse, and the stored partials [split, head, ...]."""
         q, k, v = (np.asarray(x).astype(F32) for x in (q, k, v))
-        c = F32(scale / LN2)
-        states = [self.split(q, k, v, c, split) for split in order if split]
+        self.c = F32(scale / LN2)
+        full = [split for split in order if split]
+        undivided = [self.shares(q, k, v, full)] if self.a.share_ways else [self.split(q, k, v, split) for split in full]
+        states = [self.normalised(*state) for state in undivided]
         o = np.stack([s[0] for s in states])
         lse = np.stack([s[1] for s in states])
-        if len(order) == 1:
+        if len(order) == 1 or self.a.share_ways:
             return o[0], o[0].astype(DTYPES[self.a.out_dtype]), lse[0], (o, lse)
         o = o.astype(DTYPES[self.a.partial_dtype])
         lse = lse.astype(DTYPES[self.a.lse_dtype]).astype(F32)

@@ -1,5 +1,7 @@
 """The bound holds for a simulated kernel, is reached, and its parts do what their formulas say."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from simulated_kernel import Kernel, random_wobble
@@ -18,6 +20,7 @@ from verify import (
 )
 from verify.arithmetic import DTYPES, ETA, UNIT, rounding, ulp
 from verify.cases import FINITE
+from verify.descriptions import tensor_cores
 from verify.states import build_states, states
 
 KERNELS = {
@@ -32,6 +35,12 @@ KERNELS = {
     ),
     "bf16": Arithmetic(
         tile=48, dot="mma", pv="mma_tile", p="bfloat16", l_from_p=True, partial_dtype="bfloat16", out_dtype="bfloat16"
+    ),
+    "tensor": tensor_cores(Case("c", num_q_heads=2, num_kv_heads=1, out_dtype="float32")),
+    "shares": tensor_cores(Case("c", num_q_heads=2, num_kv_heads=1, schedule="balanced", num_splits=None)),
+    "bfshares": replace(
+        tensor_cores(Case("c", num_q_heads=2, num_kv_heads=1, schedule="balanced", num_splits=None, dtype="bfloat16")),
+        share_ways=(2,), mma_products=8,
     ),
     "shifted": Arithmetic(tile=16, pv="fma", p="float16", p_shift=12, merge="online", dot_depth=15, out_dtype="bfloat16"),
     "a100": Arithmetic(
@@ -54,7 +63,7 @@ def simulate(inputs, arithmetic, orders, seed=0):
             rows = slice(h * group, (h + 1) * group)
             q, k, v = inputs.head(b, h)
             pre[b, rows], out[b, rows], lse[b, rows], (o, lse_s) = kernel.run(q, k, v, inputs.sm_scale, orders[b])
-            for s, o_s, l_s in zip(used, o, lse_s, strict=True):
+            for s, o_s, l_s in zip([0] if arithmetic.share_ways else used, o, lse_s, strict=True):
                 o_part[b, rows, s], lse_part[b, rows, s] = o_s, l_s
     return pre, out, lse, o_part, lse_part
 
@@ -95,15 +104,18 @@ def test_bound_holds(family, kernel, dtype):
     assert ratio(error(out, want), budget.total) <= 1
     assert ratio(error(pre, want), budget.before_rounding) <= 1
     assert ratio(error(lse, want_lse), budget.lse_total) <= 1
+    # Six sigma and what leans: the statistical limit may not raise a false alarm either.
+    assert ratio(np.maximum(error(pre, want) - budget.bias, 0), 6 * budget.sigma) <= 1
+    if a.share_ways:
+        # Shares are no partial states.
+        return
     # The stored 16-bit lse has the same bound and its own rounding.
     stored = rounding(np.where(np.isneginf(parts.lse), 0, parts.lse), a.lse_dtype) * (a.lse_dtype != "float32")
     assert ratio(error(o_part, parts.out), parts.total) <= 1
     assert ratio(error(lse_part, parts.lse), parts.lse_total + stored) <= 1
-    # Six sigma and what leans: the statistical limit may not raise a false alarm either.
-    assert ratio(np.maximum(error(pre, want) - budget.bias, 0), 6 * budget.sigma) <= 1
 
 
-@pytest.mark.parametrize("kernel", ["simt", "mma", "pair"])
+@pytest.mark.parametrize("kernel", ["simt", "mma", "pair", "tensor", "shares"])
 def test_bound_holds_on_long_contexts(kernel):
     case = Case("c", context_lens=(3000,), family="pos_v", num_q_heads=1, num_kv_heads=1, num_splits=2)
     inputs, a = build(case), KERNELS[kernel]

@@ -6,8 +6,9 @@ import pytest
 import reference
 from verify import FAMILIES, Case, build
 from verify.arithmetic import UNIT, tiled_order, token_splits
-from verify.cases import FINITE, LISTS, NON_FINITE
+from verify.cases import FINITE, NON_FINITE
 from verify.families import Shape
+from verify.lists import LISTS
 
 SHAPES = [
     Shape(context_len=200, group_size=3, head_dim=64, dtype="float16", sm_scale=0.125, tokens_per_split=64, page_size=16),

@@ -11,7 +11,7 @@ from planted_faults import CASE, SIMT, decode
 import reference
 from verify import Case, bitwise, build, compare, decode_budget, partial_budget
 from verify.arithmetic import DTYPES
-from verify.cases import LISTS
+from verify.lists import LISTS
 from verify.tiers import sigma_limit
 
 

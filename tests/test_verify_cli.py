@@ -12,8 +12,8 @@ import reference
 from cupy_kernels import jit
 from verify import Case, build, kernels, ratchet, run
 from verify import __main__ as command
-from verify.cases import LISTS
 from verify.environment import choose_device, environment, no_gpu_reason
+from verify.lists import LISTS
 
 # One state's weight a hundredth too large.
 FAULT = (("merge.cu", "acc = fmaf(weight, o_x, acc);", "acc = fmaf(weight * 1.01f, o_x, acc);"),)
@@ -46,9 +46,14 @@ def test_smoke_in_two_processes(verify, tmp_path):
     assert all(any(row["name"] in line and line.split()[-1] == "pass" for line in lines) for row in made["cases"])
     for row in made["cases"]:
         assert {"name", "family", "seed", "device", "schedule", "dtype", "verdict", "tiers", "worst"} <= set(row)
-        assert {"T0", "T0b", "T1", "T2", "T3", "T3b", "T4", "T5", "T6", "T7"} == set(row["tiers"])
+        # Equal shares leave no partial states to look at, or to merge by hand.
+        two_launches = row["schedule"] != "balanced"
+        assert {"T0", "T0b", "T1", "T2", "T3", "T3b", "T4", "T5", "T7"} | ({"T6"} if two_launches else set()) == set(row["tiers"])
         assert row["errors"]["non_finite"] == 0
-        assert set(row["merge"]) == {"max_first", "online"}
+        assert set(row.get("merge", ())) == ({"max_first", "online"} if two_launches else set())
+    assert {(row["kernel"], row["schedule"]) for row in made["cases"]} >= {
+        (kernel, schedule) for kernel in ("tensor cores", "readable") for schedule in ("uniform", "fixed", "balanced")
+    }
     assert "smoke-ragged" in (tmp_path / "report.html").read_text()
 
 

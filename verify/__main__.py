@@ -15,8 +15,8 @@ from typing import Any
 from cupy_kernels import jit
 
 from . import hardware, ratchet, report, run, terminal, trace
-from .cases import LISTS
 from .environment import DEVICES, choose_device, environment, no_gpu_reason
+from .lists import LISTS
 
 # Parts of the report beside the cases -> (module, function of `depth, device, *, workers, progress`). They return dictionaries as
 # `report.mutant_as_expected` reads them, and `report.Section`s.

@@ -18,10 +18,12 @@ CHUNK = 1 << 21
 class Running:
     """The running maximum in exact arithmetic; every array is spread to tokens `[group_size, context_len]`."""
 
-    # after the token's tile
+    # after the token's tile, and how low the one in use may be, where it is raised lazily
     tokens: np.ndarray
-    # at the end of the token's running state, and the maximum over the states of its split
+    low: np.ndarray
+    # at the end of the token's running state, how low that may be, and the maximum over the states of its split
     state_final: np.ndarray
+    state_low: np.ndarray
     split_final: np.ndarray
     # rescales that the token's contribution goes through after its tile, those within the noise included
     later_changes: np.ndarray
@@ -41,17 +43,18 @@ class Layout:
     tile_edges: np.ndarray
     # (first tile, end tile) of each running state
     states: list[tuple[int, int]]
-    # first token, and first running state, of each split
+    # first token, and first running state, of each split; shares that are merged undivided are one split
     split_starts: np.ndarray
     split_states: np.ndarray
-    # largest number of tokens of a tile, tiles of a state, tokens of a state, states of a split
+    shares: int
+    # largest number of tokens of a tile, tiles of a state, tokens of a state, states of a split or share
     longest_tile: int
     most_tiles: int
     most_tokens: int
     most_states: int
 
     @staticmethod
-    def of(order: Order, context_len: int) -> Layout:
+    def of(order: Order, context_len: int, undivided: bool = False) -> Layout:
         """ValueError unless the order covers every token of the context exactly once, without empty parts."""
         states = [state for split in order for state in split]
         tiles = [tile for state in states for tile in state]
@@ -60,48 +63,61 @@ class Layout:
             raise ValueError(f"order: expected every token in [0, {context_len}) once, got {order}")
         tile_edges = np.cumsum([0, *map(len, tiles)])
         state_edges = np.cumsum([0, *map(len, states)])
-        split_states = np.cumsum([0, *map(len, order)])
+        split_states = np.array([0, len(states)]) if undivided and order else np.cumsum([0, *map(len, order)])
         return Layout(
             tokens=tokens,
             tile_edges=tile_edges,
             states=list(pairwise(state_edges.tolist())),
             split_starts=tile_edges[state_edges[split_states[:-1]]],
             split_states=split_states[:-1],
+            shares=max(1, len(order)) if undivided else 1,
             longest_tile=max(map(len, tiles), default=0),
             most_tiles=max(map(len, states), default=0),
             most_tokens=max((sum(map(len, state)) for state in states), default=0),
             most_states=max(map(len, order), default=0),
         )
 
-    def running_maximum(self, scores: np.ndarray, noise: np.ndarray) -> Running:
-        """`scores [group_size, context_len]`; maxima closer than `noise [group_size]` may come out swapped."""
+    def running_maximum(self, scores: np.ndarray, noise: np.ndarray, lazy: float = 0.0) -> Running:
+        """`scores [group_size, context_len]`; maxima closer than `noise [group_size]` may come out swapped.
+
+        A score up to `lazy` above a maximum does not raise it by itself. When one of another head does, all heads may be raised.
+        """
         noise = noise[:, None]
         sizes = np.diff(self.tile_edges)
         spread = lambda per_tile: np.repeat(per_tile, sizes, axis=1)
         own = np.maximum.reduceat(scores, self.tile_edges[:-1], axis=1)
-        after, before, final = own.copy(), np.full_like(own, -np.inf), np.empty_like(own)
-        per_state = np.empty((len(scores), len(self.states)))
-        for i, (a, b) in enumerate(self.states):
-            np.maximum.accumulate(own[:, a:b], axis=1, out=after[:, a:b])
-            before[:, a + 1 : b] = after[:, a : b - 1]
-            final[:, a:b] = per_state[:, i : i + 1] = after[:, b - 1 : b]
-        started = before > -np.inf
-        changes = started & (own > before - noise)
-        later = np.zeros(own.shape)
+        # The maximum in use, at its highest and at its lowest, before and after each tile.
+        before, after, low_before, low = (np.full(own.shape, -np.inf) for _ in range(4))
+        changes, sure = np.zeros(own.shape, bool), np.zeros(own.shape, bool)
+        first, end = np.array(self.states, np.int64).reshape(-1, 2).T
+        for step in range(self.most_tiles):
+            tile = (first + step)[first + step < end]
+            if step:
+                before[:, tile], low_before[:, tile] = after[:, tile - 1], low[:, tile - 1]
+            x, top, bottom = own[:, tile], before[:, tile], low_before[:, tile]
+            # Whether it may be raised here, which a NaN does too, and whether it must be.
+            may, must = ~(x + noise <= bottom + lazy), x - noise > top + lazy
+            may = may.any(axis=0) if lazy else may
+            after[:, tile] = np.where(may, np.maximum(top, x), top)
+            low[:, tile] = np.where(must | (lazy == 0), np.maximum(bottom, x), bottom)
+            changes[:, tile], sure[:, tile] = may & (bottom > -np.inf) & (x > bottom - noise), must
+        later, final, final_low, per_state = np.zeros(own.shape), after.copy(), low.copy(), after[:, end - 1]
         for a, b in self.states:
             later[:, a : b - 1] = np.cumsum(changes[:, b - 1 : a : -1], axis=1)[:, ::-1]
+            final[:, a:b], final_low[:, a:b] = after[:, b - 1 : b], low[:, b - 1 : b]
         per_split = np.maximum.reduceat(per_state, self.split_states, axis=1)
-        tokens_of_split = np.diff([*self.split_starts, len(self.tokens)])
         near = scores > spread(after) - noise
         alone = np.add.reduceat(near, self.tile_edges[:-1], axis=1, dtype=np.int64) == 1
         return Running(
             tokens=spread(after),
+            low=spread(low),
             state_final=spread(final),
-            split_final=np.repeat(per_split, tokens_of_split, axis=1),
+            state_low=spread(final_low),
+            split_final=np.repeat(per_split, np.diff([*self.split_starts, len(self.tokens)]), axis=1),
             later_changes=spread(later),
-            sure_maximum=near & spread(alone & (before < after - noise)),
+            sure_maximum=near & spread(alone & sure),
             changes=changes,
-            rise=np.where(changes & started, np.maximum(after - before, 0), 0),
+            rise=np.where(changes, np.maximum(after - low_before, 0), 0),
         )
 
 
@@ -126,6 +142,7 @@ def accumulate(a: Arithmetic, pi: np.ndarray, v: np.ndarray, out: np.ndarray, la
     """
     bound, variance, bias = np.zeros_like(out), np.zeros_like(out), np.zeros_like(out)
     step = a.mma_result + a.mma_align
+    parts, rest = a.p_parts
     blocks_of = lambda tokens: -(-tokens // a.mma_products)
     for tiles, tokens, before, within in _prefixes(pi, v, layout):
         edges = layout.tile_edges[tiles.start : tiles.stop + 1] - tokens.start
@@ -133,7 +150,7 @@ def accumulate(a: Arithmetic, pi: np.ndarray, v: np.ndarray, out: np.ndarray, la
         prefix = np.repeat(before, sizes, axis=1) + within
         tile_ends = prefix[:, ends]
         changes = running.changes[:, tiles, None]
-        exponential = U32 * (a.ex2 + running.rise[:, tiles, None])
+        exponential = U32 * (a.ex2 + a.argument_roundings * running.rise[:, tiles, None])
         weight_before = _weight_before(pi, layout, tiles)
         centred = before - weight_before * out[:, None]
         shared = (exponential * centred) ** 2 + U32**2 * (before**2 + (weight_before * out[:, None]) ** 2)
@@ -151,6 +168,9 @@ def accumulate(a: Arithmetic, pi: np.ndarray, v: np.ndarray, out: np.ndarray, la
             ahead[:, np.isin(starts, edges)] = np.abs(start)
             largest = np.maximum.reduceat(np.abs(pi[:, tokens, None] * v[tokens]), starts, axis=1)
             leaning = (a.mma_result * after + a.mma_align * np.maximum(ahead, largest)).sum(1)
+            # Parts of P are multiplied apart: the first is off P V by the others, whose products have errors of their own size.
+            leaning += rest * (2 * a.mma_result + a.mma_align) * (pi[:, tokens] @ np.abs(v[tokens]))
+            bound += (parts - 1) * U32 * np.abs(within[:, ends]).sum(1)
             bound += leaning
             bias += leaning
             if a.pv == "mma_tile":
@@ -159,7 +179,8 @@ def accumulate(a: Arithmetic, pi: np.ndarray, v: np.ndarray, out: np.ndarray, la
     magnitude = pi @ np.abs(v)
     if a.pv in ("mma", "mma_tile"):
         blocks = max(blocks_of(np.diff(layout.tile_edges)[first:end]).sum() for first, end in layout.states)
-        return Accumulated(np.minimum(bound, (blocks * step + layout.most_tiles * U32) * magnitude), variance, bias)
+        depth = (blocks * step + layout.most_tiles * U32) * (1 + 2 * rest) + layout.most_tiles * (parts - 1) * U32
+        return Accumulated(np.minimum(bound, depth * magnitude), variance, bias)
     if a.pv == "any":
         variance += layout.most_tokens * (U32 * magnitude) ** 2 / 3
         return Accumulated(layout.most_tokens * U32 * magnitude, variance, bias)

@@ -54,6 +54,12 @@ class Arithmetic:
     dot: str = "fma"
     # roundings that one product q_d k_d meets on its way into the score, for "fma"; None: head_dim, any order
     dot_depth: int | None = None
+    # sums side by side that a dot product on tensor cores is cut into, and that are added in the end
+    dot_chains: int = 1
+    # "scaled": a score is dot * constant; "bare": scores stay dot products, and an exponent is (score - maximum) * constant
+    score: str = "scaled"
+    # scores up to this far above the running maximum, as log2 of a weight, do not raise it: P is up to 2**lazy
+    lazy: float = 0.0
     # how P is held when it multiplies V: a key of P_ERROR
     p: str = "float32"
     # P is multiplied by 2**p_shift before it is stored in 16 bits, and the power undone at the end
@@ -63,12 +69,16 @@ class Arithmetic:
     # "fma": acc = fma(p, v, acc) token by token; "fma_tile": each tile from zero, then added to acc; "mma" and
     # "mma_tile": the same by tensor-core blocks; "any": float32, in whatever order
     pv: str = "any"
-    # how a tile's P are added into l: "tree" (pairwise) or "chain" (in sequence, which covers every order)
+    # how a tile's P are added into l: "tree" (pairwise) or "chain" (in sequence, which covers every order); "lanes": 8 sums of
+    # two tokens a tile each, added in the end
     l_sum: str = "chain"
     # tokens that share one update of the running maximum, for orders made by `tiled_order`
     tile: int = 1
     # running states of a split that take its tiles in turn, for orders made by `tiled_order`
     states: int = 1
+    # not (): the splits of an order are shares, merged as they are, neither divided nor rounded. Each element is merged by one
+    # of these numbers of threads, which take shares in turn
+    share_ways: tuple[int, ...] = ()
     # ex2.approx: 2 ulp from the correctly rounded result, that is 2.5 ulp from the exact one
     ex2: float = 5.0
     # lg2.approx: 2**-22, absolute in (0.5, 2) and relative elsewhere
@@ -97,7 +107,8 @@ class Arithmetic:
             "dot": ("fma", "mma"),
             "p": tuple(P_ERROR),
             "pv": ("fma", "fma_tile", "mma", "mma_tile", "any"),
-            "l_sum": ("tree", "chain"),
+            "score": ("scaled", "bare"),
+            "l_sum": ("tree", "chain", "lanes"),
             "merge": ("max_first", "online"),
             "partial_dtype": tuple(UNIT),
             "lse_dtype": tuple(UNIT),
@@ -123,8 +134,34 @@ class Arithmetic:
     def dot_error(self, head_dim: int) -> float:
         """Relative error of q.k, on the scale of sum |q_d k_d|."""
         if self.dot == "mma":
-            return math.ceil(head_dim / self.mma_products) * (self.mma_result + self.mma_align)
+            steps = math.ceil(math.ceil(head_dim / 16) / self.dot_chains) * math.ceil(16 / self.mma_products)
+            return steps * (self.mma_result + self.mma_align) + (self.dot_chains - 1) * U32
         return (head_dim if self.dot_depth is None else self.dot_depth) * U32
+
+    def merging(self, states: int, shares: int) -> tuple[int, int]:
+        """Exponentials in the weight of one running state, and roundings of its sums, until all of `shares * states` are one."""
+        # The states of a share have one maximum, and are added by one fma each.
+        levels, roundings = int(states > 1), states * (states > 1)
+        if shares == 1:
+            return levels, roundings
+        costs = []
+        for ways in self.share_ways:
+            # Shares of a thread in batches of 8, then the threads' sums two by two; each later batch may rescale.
+            own, sums = math.ceil(shares / ways), min(shares, ways)
+            rescales = math.ceil(own / 8) - 1 + math.ceil(sums / 2) - 1
+            costs.append((levels + 2 + rescales, roundings + own + sums + rescales))
+        return max(costs)
+
+    @property
+    def argument_roundings(self) -> int:
+        """Roundings of a difference of scores on its way into ex2: the difference, and its product with the constant."""
+        return 1 if self.score == "scaled" else 2
+
+    @property
+    def p_parts(self) -> tuple[int, float]:
+        """How many 16-bit numbers hold one P, and how large the second may be, relative to P."""
+        dtype, _, parts = self.p.rpartition("x")
+        return (int(parts), UNIT[dtype]) if dtype else (1, 0.0)
 
     # Every term of a block FMA is truncated below 2^(e_max - 23 - extra), the result toward zero to float32 (2 u);
     # Blanchard, Higham, Lopez, Mary, Pranesh 2020 for the model: 2 u |d| + (b + 1) 2^-(23 + extra) max.

@@ -32,7 +32,8 @@ SOURCES = {
     "ex2": "the exponential of P",
     "rescale_w": "the exponentials that rescale what came before a new maximum",
     "rescale_mul": "rounding of acc * alpha and l * alpha",
-    "underflow": "weights and products below 2^-126, flushed to zero",
+    "underflow": "weights below 2^-126, flushed to zero",
+    "flush": "inputs, products and sums below 2^-126, taken as zero",
     "p_round": "P stored in fewer bits before it multiplies V",
     "pv_acc": "accumulation of P V",
     "l_acc": "accumulation of the denominator",
@@ -77,7 +78,8 @@ class Budget:
     @property
     def before_rounding(self) -> np.ndarray:
         """The bound without the final rounding, `[..., D]`."""
-        return self.total - self.terms[..., -1]
+        # Not total - rounding: where that is all of it, the difference would be 0.
+        return self.terms[..., :-1].sum(axis=-1)
 
     @property
     def lse_total(self) -> np.ndarray:
@@ -113,17 +115,20 @@ def head_budget(q: np.ndarray, k: np.ndarray, v: np.ndarray, sm_scale: float, ar
     Args:
         q: `[group_size, head_dim]`; k, v: `[context_len, head_dim]`, the visible rows, as the kernel reads them.
         order: every token exactly once; more than one split, empty ones included, means that stored partial
-            states are merged.
+            states are merged, or undivided ones where `arithmetic.share_ways` says so.
 
     Raises ValueError if `order` does not cover the context exactly once.
     """
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
-    layout = Layout.of([split for split in order if split], len(k))
+    undivided = bool(arithmetic.share_ways)
+    layout = Layout.of([split for split in order if split], len(k), undivided)
     if not len(k):
         return Budget.empty(*q.shape)
     # Visible NaN and inf are legal inputs; what they reach comes out as NaN.
     with np.errstate(all="ignore"):
-        head = HeadTerms(q, k[layout.tokens], v[layout.tokens], sm_scale, arithmetic, layout, merged=len(order) > 1)
+        head = HeadTerms(
+            q, k[layout.tokens], v[layout.tokens], sm_scale, arithmetic, layout, merged=len(order) > 1 and not undivided
+        )
         return _assemble(head, arithmetic, layout)
 
 

@@ -148,6 +148,16 @@ def _subnormal_p(rng: Rng, shape: Shape) -> Rows:
     return scored(rng, shape, target)
 
 
+@family("subnormal_inputs", "inputs below the smallest normal number: flushed, and no division or NaN for it")
+def _subnormal_inputs(rng: Rng, shape: Shape) -> Rows:
+    q, k, v = normal(rng, shape)
+    # One product of a huge q and a subnormal k is no small part of a score; V is as small as numbers get.
+    tiny, huge = (2.0**-20, 2.0**10) if shape.dtype == "float16" else (2.0**-129, 2.0**120)
+    k[:, 0] *= tiny
+    q[:, 0] = huge
+    return q, k, v * tiny
+
+
 @family("alt_v", "cancellation inside a split: 16-bit accumulators")
 def _alt_v(rng: Rng, shape: Shape) -> Rows:
     sign = (-1.0) ** np.arange(shape.context_len)

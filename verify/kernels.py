@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from cupy_kernels import jit, merge_states, paged_decode, split_decode
+from cupy_kernels import balanced, jit, merge_states, paged_decode, split_decode
+from cupy_kernels.decode import choose_cut, plan_grid, takes_tensor_cores
+from cupy_kernels.problem import NOT_YET, check_problem
 
 from . import hardware
 from .arithmetic import DTYPES, Arithmetic, Order
 from .budget import default_orders
 from .cases import Case
+from .descriptions import balanced_orders
 from .inputs import Inputs
 
 State = tuple[np.ndarray, np.ndarray]
@@ -38,15 +41,19 @@ class Outputs:
     merged: dict[str, State]
     # the decode again: in other orders of threads on the CPU, and from a pool whose pages lie elsewhere
     again: list[State]
+    # splits per request where the cut is one, the grid where it is into shares
+    num_splits: int
+    grid: balanced.Grid | None
 
 
 def orders(case: Case, inputs: Inputs, made: Outputs, how: Arithmetic) -> list[Order]:
     """The order in which each request's tokens were taken, empty splits included: those that other requests need."""
-    num_splits = made.partial[0].shape[2] if made.partial else case.num_splits
-    splits = case.splits() if case.schedule == "fixed" else {"num_splits": num_splits}
+    if made.grid is not None:
+        return balanced_orders(inputs.context_lens.tolist(), inputs.page_size, made.grid)
+    splits = case.splits() if case.schedule == "fixed" else {"num_splits": made.num_splits}
     # "fixed" rounds to the partial's dtype and merges even a single split.
     least = 2 if case.schedule == "fixed" and case.partial_dtype != "float32" else 1
-    return [order + [[]] * (max(num_splits or 1, least) - len(order)) for order in default_orders(inputs, how, **splits)]
+    return [order + [[]] * (max(made.num_splits, least) - len(order)) for order in default_orders(inputs, how, **splits)]
 
 
 def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patches: jit.Patches = ()) -> Outputs:
@@ -61,7 +68,9 @@ def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patche
         import cupy as xp  # type: ignore[no-redef]
     to_host = lambda arrays: tuple(x if xp is np else xp.asnumpy(x) for x in arrays)
     arguments = on_device(inputs, xp)
-    with jit.settings(patches=patches, readable=True):
+    readable = case.kernel == "readable"
+    with jit.settings(patches=patches, readable=readable):
+        num_splits, grid = _plan(case, arguments)
         first = to_host(_decode(case, arguments, xp))
         again = [to_host(_decode(case, on_device(permuted(inputs), xp), xp))]
         partial, merged = None, {}
@@ -71,9 +80,18 @@ def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patche
             for algorithm in ("max_first", "online"):
                 merged[algorithm] = to_host(merge_states(*states, out_dtype=DTYPES[case.output_dtype], algorithm=algorithm))
     for seed in range(1, repeats + 1):
-        with jit.settings(seed=seed, patches=patches, readable=True):
+        with jit.settings(seed=seed, patches=patches, readable=readable):
             again.append(to_host(_decode(case, arguments, xp)))
-    return Outputs(first, partial, merged, again)
+    return Outputs(first, partial, merged, again, num_splits, grid)
+
+
+def _plan(case: Case, arguments: dict[str, Any]) -> tuple[int, balanced.Grid | None]:
+    """How the call will be cut. RuntimeError where other kernels will take it than the case says."""
+    problem = check_problem(**arguments, lse_base="e", check_values=False, not_yet=NOT_YET)
+    if problem.q.size and takes_tensor_cores(problem) != case.on_tensor_cores:
+        raise RuntimeError(f"{case.name}: expected tensor cores: {case.on_tensor_cores}; the kernels decide otherwise")
+    cut = choose_cut(problem, case.schedule, **case.splits(), partial_dtype=case.partial_dtype)
+    return cut.num_splits, plan_grid(problem) if cut.schedule == "balanced" else None
 
 
 def on_device(inputs: Inputs, xp: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ COLOURS = {
     "rescale_w": "#56b8a6",
     "rescale_mul": "#8fd0c4",
     "underflow": "#b8a88a",
+    "flush": "#8d7f64",
     "p_round": "#d1495b",
     "pv_acc": "#5aa24a",
     "l_acc": "#8fc482",

@@ -77,8 +77,8 @@ class Population:
         if (self.far & promised).any():
             return Verdict("T4", "fail", np.inf, f"{(self.far & promised).sum()} elements off by more than an ulp")
         stored = self.a.partial_dtype == self.a.lse_dtype == "float32"
-        # Measured in simulation: 99.5 % with P in float32 (or a pair) and 63 % with fp16 P, for fp16 outputs.
-        least = {"float32": 0.99, "float16x2": 0.99, "bfloat16x3": 0.99, "float16": 0.55}.get(self.a.p)
+        # For fp16 outputs, of P in float32 or two parts: 99.8 to 99.95 % on the CPU stand-in; of fp16 P in simulation: 63 %.
+        least = {"float32": 0.997, "float16x2": 0.997, "bfloat16x3": 0.99, "float16": 0.55}.get(self.a.p)
         applies = family == "normal" and stored and self.a.out_dtype == "float16" and least is not None
         count = len(self.inexact)
         if not applies or least is None or count < ENOUGH:

@@ -107,7 +107,7 @@ def case(family: str, context: int, num_splits: int, seed: int = 0) -> Case:
     """64 rows of 64 outputs; pages of 8 tokens, so that 1024 of them can be split 128 times."""
     return Case(
         f"precision-{family}-{context}-{num_splits}", family=family, seed=seed, context_lens=(context,) * 4, page_size=8,
-        num_q_heads=16, num_kv_heads=2, num_splits=num_splits,
+        num_q_heads=16, num_kv_heads=2, num_splits=num_splits, kernel="readable",
     )  # fmt: skip
 
 

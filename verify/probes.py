@@ -52,7 +52,7 @@ class Probe:
 def _staged(kind: str, family: str = "normal", lens: tuple[int, ...] = (100, 64, 37), **fields: Any) -> Probe:
     """A probe of small cases; head_dim 128, for 1 / sqrt(64) is a power of two and hides what the scale does."""
     own = {name: fields.pop(name) for name in ("path", "window", "stale", "classic") if name in fields}
-    return Probe(kind, Case(kind, family=family, context_lens=lens, **{"head_dim": 128, **fields}), **own)
+    return Probe(kind, Case(kind, family=family, context_lens=lens, **{"head_dim": 128, "kernel": "readable", **fields}), **own)
 
 
 def _classic() -> Iterator[Probe]:

@@ -21,7 +21,8 @@ from . import kernels, ratchet
 from .arithmetic import Arithmetic, rounding
 from .assertion import same_pages
 from .budget import Budget, decode_budget, partial_budget
-from .cases import LISTS, Case, build
+from .cases import Case, build
+from .lists import LISTS
 from .peers import peers
 from .population import Population
 from .tiers import bitwise, compare
@@ -88,6 +89,7 @@ def describe(task: Task) -> dict[str, Any]:
         "seed": case.seed,
         "device": task.device,
         "schedule": case.schedule,
+        "kernel": "tensor cores" if case.on_tensor_cores else "readable",
         "dtype": case.dtype,
         "case": repr(case),
         "reproduce": f"python -m verify --case {case.name} --seed {case.seed} --device {task.device}",
@@ -156,26 +158,32 @@ def errors(
 
 
 def pools(samples: Iterable[tuple[Case, Sample]]) -> list[dict[str, Any]]:
-    """Rows of T3, T3b and T4, over all elements of a family in one arithmetic."""
-    groups: dict[tuple[str, Arithmetic], list[tuple[Case, Sample]]] = defaultdict(list)
+    """Rows of T3, T3b and T4, over all elements of a family that are rounded alike."""
+    groups: dict[tuple[str, str], list[tuple[Case, Sample]]] = defaultdict(list)
     for case, sample in samples:
-        groups[case.family, sample.arithmetic].append((case, sample))
+        groups[case.family, _pool(case, sample.arithmetic)].append((case, sample))
     rows = []
-    for (family, how), members in sorted(groups.items(), key=lambda item: (item[0][0], item[1][0][0].name)):
+    for (family, pool), members in sorted(groups.items()):
         case, parts = members[0][0], [sample for _, sample in members]
+        how = parts[0].arithmetic
         flat = [_rows(sample.budget) for sample in parts]
         budget = Budget.combine(flat, (sum(len(x.lse) for x in flat),))
         out, want = (np.concatenate([getattr(x, name).reshape(-1, case.head_dim) for x in parts]) for name in ("out", "want"))
         population = Population(out, out.astype(np.float64), want, budget, how)
         report = Report({v.tier: v for v in (population.rms(), population.lean(), population.fraction(family))}, {})
-        stored = f", o {how.partial_dtype}" if how.partial_dtype != "float32" else ""
-        name = f"{family}: {case.dtype} to {how.out_dtype}, D {case.head_dim}{stored}"
         measures = {**population.measures, "ratio": max(x.measures["ratio"] for x in parts)}
         rows.append({
-            "name": name, "family": family, "dtype": case.dtype, "elements": int(out.size), "cases": len(parts),
+            "name": f"{family}: {pool}", "family": family, "dtype": case.dtype, "elements": int(out.size), "cases": len(parts),
             "measures": measures, **report.to_json(), "text": str(report),
         })  # fmt: skip
     return rows
+
+
+def _pool(case: Case, how: Arithmetic) -> str:
+    """What the elements of a pool have in common, besides the family."""
+    stored = f", o {how.partial_dtype}" if how.partial_dtype != "float32" else ""
+    kernel = f", tensor cores, P {how.p}" if case.on_tensor_cores else ""
+    return f"{case.dtype} to {how.out_dtype}, D {case.head_dim}{stored}{kernel}"
 
 
 def _rows(budget: Budget) -> Budget:

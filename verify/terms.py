@@ -43,9 +43,9 @@ class HeadTerms:
         self.arithmetic, self.layout, self.v = arithmetic, layout, v
         self.s = sm_scale * (q @ k.T)
         products = abs(sm_scale) * (np.abs(q) @ np.abs(k).T)
-        # Inputs and products below 2^-126 may be flushed.
-        tiny = abs(sm_scale) * (np.abs(q).sum(1)[:, None] + np.abs(k).sum(1) + q.shape[1]) * 2.0**-126
-        self.dot_error = arithmetic.dot_error(q.shape[1]) * products + tiny
+        self.dot_error = arithmetic.dot_error(q.shape[1]) * products
+        # Kernels are compiled with -ftz=true, which CuPy always adds: q, K and products below 2^-126 count as 0.
+        self.flushed = abs(sm_scale) * (np.abs(q).sum(1)[:, None] + np.abs(k).sum(1) + q.shape[1]) * 2.0**-126
         self.hidden = self.s == -np.inf
         m = self.s.max(axis=1, keepdims=True)
         p = np.exp(self.s - np.where(m == -np.inf, 0, m))
@@ -56,13 +56,15 @@ class HeadTerms:
         self.lse = (m + np.log(l))[:, 0]
         self.size = np.abs(self.out)
         self.variance, self.bias, self.stored = (np.zeros_like(self.out) for _ in range(3))
-        running = layout.running_maximum(self.s, self._score_noise())
+        running = layout.running_maximum(self.s, self._score_noise(), arithmetic.lazy * LN2)
         self.terms, self.lse_terms = self._weights(running)
         self._p_round(running)
         self._sums(running)
         self._splits(merged)
-        # Products, sums and stored o below 2^-126, each flushed once; l >= 1, so 2^-126 is their cost in the output.
-        self.terms["underflow"] += 4 * (len(v) + len(layout.split_starts)) * 2.0**-126
+        # V, products, sums and stored o below 2^-126, each flushed once; l >= 1, so 2^-126 is their cost in the output.
+        self.terms["flush"] += 4 * (len(v) + layout.shares * len(layout.split_starts)) * 2.0**-126
+        # What is flushed goes to 0 every time.
+        self.bias += self.terms["flush"] + self.terms["underflow"]
 
     def visible(self, x: np.ndarray) -> np.ndarray:
         """x, but 0 for tokens of score -inf: they have no weight, whatever the error of that score."""
@@ -70,27 +72,33 @@ class HeadTerms:
 
     def _score_noise(self) -> np.ndarray:
         """Twice how far a computed score may be from the exact one, per head: closer maxima may swap."""
-        noise = self.dot_error + (self.arithmetic.constant + 1) * U32 * np.abs(self.s)
+        noise = self.dot_error + self.flushed
+        if self.arithmetic.score == "scaled":
+            noise = noise + (self.arithmetic.constant + 1) * U32 * np.abs(self.s)
         return 2 * np.max(self.visible(noise), axis=1)
 
     def _weights(self, running: Running) -> tuple[Terms, Terms]:
         """Relative errors delta of the weights: `sum pi delta |v - out|`, and `sum pi delta` for the lse."""
         a, s = self.arithmetic, self.s
+        argument = a.argument_roundings * U32
         size = self.visible(np.abs(s))
         from_mean = s - (self.pi * self.visible(s)).sum(1, keepdims=True)
+        # How far a score may be from the maximum in use.
+        away = np.maximum(np.abs(s - running.tokens), np.abs(s - running.low))
         delta = {
             "qk_dot": self.dot_error,
+            "flush": self.flushed,
             # One number for all tokens: what it does to their mean score cancels.
             "scale_const": a.constant * U32 * np.abs(from_mean),
-            "score_mul": U32 * size,
-            "score_sub": U32 * np.abs(s - running.tokens),
+            "score_mul": U32 * (size if a.score == "scaled" else away),
+            "score_sub": U32 * away,
             # ex2(0) = 1 exactly.
             "ex2": np.where(running.sure_maximum, 0, a.ex2 * U32),
             # The arguments of successive rescales telescope.
-            "rescale_w": a.ex2 * U32 * running.later_changes + U32 * np.abs(running.state_final - running.tokens),
+            "rescale_w": a.ex2 * U32 * running.later_changes + argument * np.abs(running.state_final - running.low),
         }
-        if self.layout.most_states > 1:
-            delta["state_merge"] = a.ex2 * U32 + U32 * np.abs(running.split_final - running.state_final)
+        if levels := a.merging(self.layout.most_states, self.layout.shares)[0]:
+            delta["state_merge"] = levels * a.ex2 * U32 + argument * np.abs(running.split_final - running.state_low)
         delta = {name: self.visible(row) for name, row in delta.items()}
         # exp(e) - 1 <= e exp(e), the sum of all exponents' errors; without bound beyond e^700.
         grown = self.pi * np.exp(np.minimum(sum_of(delta), 700))
@@ -143,15 +151,16 @@ class HeadTerms:
         # A term of l meets the tree or chain of its tile, then one addition per tile. An error of l_s scales o_s and
         # exp(lse_s) inversely: the merge undoes it in the numerator, and |out| instead of sum omega_s |o_s| pays.
         in_tile = math.ceil(math.log2(layout.longest_tile)) if a.l_sum == "tree" else layout.longest_tile - 1
-        depth = layout.most_tiles + in_tile
+        # Lanes: two additions a tile, 3 in the tree of 8 lanes, and one for the parts of P.
+        depth = 2 * layout.most_tiles + 4 if a.l_sum == "lanes" else layout.most_tiles + in_tile
         self.terms["l_acc"] = depth * U32 * self.size
         self.lse_terms["l_acc"] = np.full(len(self.out), depth * U32)
         self.variance += acc.variance + depth * (U32 * self.out) ** 2 / 3
         self.bias += acc.bias
-        if (states := layout.most_states) > 1:
-            # One multiplication and states - 1 additions, of acc and of l.
-            self.terms["state_merge"] += states * U32 * (self.magnitude + self.size)
-            self.lse_terms["state_merge"] += states * U32
+        if roundings := a.merging(layout.most_states, layout.shares)[1]:
+            # Multiplications and additions, of acc and of l.
+            self.terms["state_merge"] += roundings * U32 * (self.magnitude + self.size)
+            self.lse_terms["state_merge"] += roundings * U32
             # The exponential of a state is shared by its tokens: no averaging inside it.
             shared = (self.terms["state_merge"] ** 2) / 3
             self.variance += shared
@@ -221,8 +230,10 @@ class HeadTerms:
     def _log_error(self, m: np.ndarray, log_l: np.ndarray) -> np.ndarray:
         """Error of `m + log(l)`, natural, before its final rounding.
 
-        lg2; m * ln2 where it is not compensated; the product log2(l) * ln2, its sum, and that ln2 as one float.
+        lg2; m * ln2 where it is not compensated; the product log2(l) * ln2, its sum, and that ln2 as one float. A bare maximum
+        is scaled to a pair of floats on the way: one sum more. l is larger where the maximum is lazy.
         """
         a = self.arithmetic
-        lg2 = LN2 * a.lg2 * U32 * np.maximum(1, np.abs(log_l) / LN2)
-        return lg2 + U32 * (a.lse_m * np.abs(m) + 2.25 * np.abs(log_l))
+        size = np.abs(log_l) + a.lazy * LN2
+        lg2 = LN2 * a.lg2 * U32 * np.maximum(1, size / LN2)
+        return lg2 + U32 * (a.lse_m * np.abs(m) + (1.25 + a.argument_roundings) * size)

@@ -1,0 +1,99 @@
+"""What our kernels do to their numbers, and in which order: the description beside each kernel that its bounds are computed from.
+
+A change of a kernel's arithmetic is a change here.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from cupy_kernels import balanced
+
+from .arithmetic import Arithmetic, Order, tiled_order
+
+if TYPE_CHECKING:
+    from .cases import Case
+
+
+def takes_tensor_cores(case: Case) -> bool:
+    """Whether `partial_mma.cu` or `balanced.cu` takes a case; all rows that `build` makes are aligned."""
+    return case.kernel == "auto" and case.dtype in balanced.DTYPES and case.head_dim in balanced.HEAD_DIMS
+
+
+def readable(case: Case) -> Arithmetic:
+    """`partial.cu` and `merge.cu`."""
+    return Arithmetic(
+        # Chunks of 8 from zero, added in sequence: the first addition, to zero, is exact.
+        dot_depth=8 + case.head_dim // 8 - 1,
+        pv="fma_tile",
+        l_sum="tree",
+        tile=32,
+        # ln2 as two floats in an FMA.
+        lse_m=0.0,
+        partial_dtype=case.partial_dtype,
+        out_dtype=case.output_dtype,
+    )
+
+
+def tensor_cores(case: Case) -> Arithmetic:
+    """`partial_mma.cu` with `merge.cu`, or `balanced.cu`; the arithmetic of both is in tile.cuh and stream.cuh."""
+    config = balanced.default_config(case.head_dim, case.group_size, case.num_kv_heads)
+    float16 = case.dtype == "float16"
+    return Arithmetic(
+        dot="mma",
+        # dots(): two sums side by side.
+        dot_chains=2,
+        # The scale is the unit of Softmax: it multiplies differences.
+        score="bare",
+        # WeightFormat: as many parts as the type of what is stored asks for, FOLD = 2^10 and LAZY = 5 for float16, 1 and 0 else.
+        p=f"{case.dtype}x{balanced.p_parts(case.dtype, _first_stored(case))}",
+        p_shift=10 if float16 else 0,
+        lazy=5.0 if float16 else 0.0,
+        l_from_p=True,
+        # accumulate(): each tile from zero, then added to nearest.
+        pv="mma_tile",
+        # store_states(): a lane's own tokens, then the 8 lanes of a head.
+        l_sum="lanes",
+        tile=balanced.TILE,
+        # SLOTS: the warps of one KV head.
+        states=config.warps // config.kv_heads,
+        # scaled_lse(): the scaled maximum is a pair, and ln2 too.
+        lse_m=0.0,
+        share_ways=_share_ways(case, config) if case.schedule == "balanced" else (),
+        partial_dtype=case.partial_dtype,
+        out_dtype=case.output_dtype,
+    )
+
+
+def _first_stored(case: Case) -> str:
+    """The type of o that the tensor-core kernel writes: the partial's where it is sure that there are two launches."""
+    pages = -(-max(case.context_lens, default=0) // case.page_size)
+    two = case.schedule == "uniform" and (case.num_splits or 1) > 1
+    two |= case.schedule == "fixed" and (pages > (case.pages_per_split or pages) or case.partial_dtype != "float32")
+    return case.partial_dtype if two else case.output_dtype
+
+
+def _share_ways(case: Case, config: balanced.Config) -> tuple[int, ...]:
+    """merge_request(): threads for each four columns of a head, for a full chunk of heads and for the last."""
+    full = balanced.chunk_heads(case.head_dim, case.group_size)
+    last = case.group_size - full * (balanced.chunks(case.head_dim, case.group_size) - 1)
+    items = {config.kv_heads * heads * case.head_dim // 4 for heads in (full, last)}
+    return tuple(sorted({max(1, 32 * config.warps // n) for n in items}))
+
+
+def balanced_orders(lens: list[int], page_size: int, grid: balanced.Grid) -> list[Order]:
+    """Each request's shares, as `cut_batch` in cut.cuh makes them, walked in tiles by the warps of a block in turn."""
+    unit, slots = balanced.unit_tokens(page_size), grid.config.warps // grid.config.kv_heads
+    units = [-(-n // unit) for n in lens]
+    least = math.ceil(grid.config.min_tiles * slots * balanced.TILE / unit)
+    per_share = max(least, -(-sum(units) // grid.shares))
+    orders, begin = [], 0
+    for n, count in zip(lens, units, strict=True):
+        # Cuts are where a share begins inside the request.
+        inside = range(-(-begin // per_share) * per_share, begin + count, per_share)
+        cuts = sorted({0, *((cut - begin) * unit for cut in inside), n})
+        orders.append(tiled_order([range(a, b) for a, b in pairwise(cuts)], balanced.TILE, slots))
+        begin += count
+    return orders
