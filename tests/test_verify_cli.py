@@ -12,8 +12,9 @@ import reference
 from cupy_kernels import jit
 from verify import Case, build, kernels, ratchet, run
 from verify import __main__ as command
+from verify import environment as kept
 from verify.environment import choose_device, environment, no_gpu_reason
-from verify.lists import LISTS
+from verify.lists import LISTS, default_lists
 
 # One state's weight a hundredth too large.
 FAULT = (("merge.cu", "acc = fmaf(weight, o_x, acc);", "acc = fmaf(weight * 1.01f, o_x, acc);"),)
@@ -34,6 +35,24 @@ def verify(tmp_path, capsys):
 @pytest.fixture(autouse=True)
 def own_ratchet(tmp_path, monkeypatch):
     monkeypatch.setattr(ratchet, "RATCHET", tmp_path / "ratchet.json")
+
+
+def test_keep(verify, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "RESULTS", tmp_path / "results")
+    code, made, _ = verify("--case smoke-gqa --keep")
+    assert code == 0
+    ending = f"-{made['environment']['date'][:10]}"
+    names = sorted(path.name for path in (tmp_path / "results").iterdir())
+    assert [name.partition("-cpu-stand-in-")[0] for name in names] == ["report"] * len(names)
+    assert all(path.stem.endswith(ending) for path in (tmp_path / "results").iterdir())
+
+
+def test_default_lists():
+    assert default_lists("cpu", "full") == default_lists("gpu", "quick") == ["smoke", "edge", "sweep", "regressions"]
+    assert default_lists("gpu", "full") == list(LISTS)
+    # What a full run on a GPU promises.
+    outputs = sum(len(case.context_lens) * case.num_q_heads * case.head_dim for name in LISTS for case in LISTS[name])
+    assert outputs * run.SEEDS["full"] >= 10**7
 
 
 def test_smoke_in_two_processes(verify, tmp_path):
@@ -209,8 +228,8 @@ def test_parts(verify, monkeypatch):
 
     module.matrix, module.broken, module.__spec__ = matrix, broken, types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "verify.fake", module)
-    monkeypatch.setattr(command, "LISTS", {"smoke": LISTS["smoke"][:1]})
-    monkeypatch.setattr(run, "LISTS", command.LISTS)
+    monkeypatch.setattr(command, "default_lists", lambda device, depth: ["smoke"])
+    monkeypatch.setattr(run, "LISTS", {"smoke": LISTS["smoke"][:1]})
     monkeypatch.setattr(command, "PARTS", {"mutants": ("fake", "matrix"), "experiments": ("fake", "broken")})
     code, made, _ = verify("")
     assert code == 1

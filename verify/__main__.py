@@ -15,8 +15,8 @@ from typing import Any
 from cupy_kernels import jit
 
 from . import hardware, ratchet, report, run, terminal, trace
-from .environment import DEVICES, choose_device, environment, no_gpu_reason
-from .lists import LISTS
+from .environment import DEVICES, choose_device, environment, keep, no_gpu_reason
+from .lists import LISTS, default_lists
 
 # Parts of the report beside the cases -> (module, function of `depth, device, *, workers, progress`). They return dictionaries as
 # `report.mutant_as_expected` reads them, and `report.Section`s.
@@ -30,7 +30,12 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--out", type=Path, default=Path("verify-report"), metavar="DIR", help="where reports go")
     chosen = argparse.ArgumentParser(add_help=False)
     names = ",".join(LISTS)
-    chosen.add_argument("--cases", type=_names, metavar=names, help="lists of cases alone; without it all, and every other part")
+    chosen.add_argument(
+        "--cases",
+        type=_names,
+        metavar=names,
+        help="lists of cases alone; without it all (large: on a GPU, --depth full), and every other part",
+    )
     chosen.add_argument("--depth", choices=tuple(run.SEEDS), default="quick", help="full: every case with several seeds")
     chosen.add_argument("--workers", type=int, metavar="N", help="processes that share the work; the cores, by default")
 
@@ -39,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--case", action="append", default=[], metavar="NAME", help="one case alone; may be repeated")
     whole.add_argument("--seed", type=int, metavar="N", help="of the inputs, instead of each case's own")
+    whole.add_argument("--keep", action="store_true", help="the report also into verify/results/, named by device and date")
     whole.add_argument("--skip", action="append", default=[], choices=tuple(PARTS), help="leave out a part; may be repeated")
     commands = whole.add_subparsers(dest="command", metavar="{trace,hardware,ratchet}")
     add = lambda name, text, *parents: commands.add_parser(name, help=text, description=text, parents=[common, *parents])
@@ -93,7 +99,7 @@ def _ratchet(given: argparse.Namespace, device: str) -> int:
     if failed:
         print(f"FAIL: nothing recorded, for {len(failed)} checks fail: {', '.join(failed[:5])}")
         return 1
-    run.renew_ratchet(pools, name, _configuration(given))
+    run.renew_ratchet(pools, name, _configuration(given, device))
     print(f"recorded {len(pools)} configurations of {run.ratchet_device(name)} in {ratchet.RATCHET.name}")
     return 0
 
@@ -105,7 +111,7 @@ def _verify(given: argparse.Namespace, device: str) -> int:
     whole = not given.case and given.cases is None
     # Only like compares with like: the same cases with the same seeds.
     if not given.case and given.seed is None:
-        run.check_ratchet(pools, found["device"], _configuration(given))
+        run.check_ratchet(pools, found["device"], _configuration(given, device))
     parts = {part: _part(part, given, device) if whole and part not in given.skip else None for part in PARTS}
     mutants, sections = parts["mutants"] or [], parts["experiments"] or []
     made = report.assemble(
@@ -114,9 +120,11 @@ def _verify(given: argparse.Namespace, device: str) -> int:
         skipped=[part for part, result in parts.items() if result is None],
     )  # fmt: skip
     paths = report.save(made, sections, given.out)
+    if given.keep:
+        paths += keep(paths, found)
     terminal.write(terminal.console(), made)
     print(f"\n{' and '.join(map(str, paths))}, {made['seconds']} s")
-    if len(paths) == 1:
+    if not any(path.suffix == ".html" for path in paths):
         print("report.html was not written: it needs jinja2 and matplotlib")
     print(report.last_line(made))
     return 0 if made["verdict"] == "pass" else 1
@@ -126,19 +134,19 @@ def _cases(
     given: argparse.Namespace, device: str, device_name: str, names: Sequence[str], seed: int | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of cases and of pools."""
-    chosen = run.choose(given.cases or list(LISTS), names, seed, given.depth)
+    chosen = run.choose(given.cases or default_lists(device, given.depth), names, seed, given.depth)
     # What the caller planted here is planted in every process.
     patches = jit._settings["patches"]
     repeats = run.REPEATS[given.depth] if device == "cpu" else run.GPU_REPEATS
     tasks = [run.Task(case, name, device, device_name, repeats, patches) for name, case in chosen]
     with terminal.progress("cases", len(tasks)) as done:
-        judged = run.run(tasks, given.workers or run.workers(device), done)
+        judged = run.run(tasks, given.workers or run.workers(), done)
     samples = [(task.case, sample) for task, (_, sample) in zip(tasks, judged, strict=True) if sample is not None]
     return [row for row, _ in judged], run.pools(samples)
 
 
-def _configuration(given: argparse.Namespace) -> str:
-    return f"{given.depth} {','.join(given.cases or LISTS)}"
+def _configuration(given: argparse.Namespace, device: str) -> str:
+    return f"{given.depth} {','.join(given.cases or default_lists(device, given.depth))}"
 
 
 def _part(part: str, given: argparse.Namespace, device: str) -> list[Any] | None:

@@ -6,8 +6,10 @@ import datetime
 import functools
 import os
 import platform
+import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy as np
 from cupy_kernels.host.build import CompilerNotFoundError, find_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
+# What is worth keeping of a run.
+RESULTS = Path(__file__).with_name("results")
 DEVICES = ("auto", "cpu", "gpu")
 
 
@@ -69,6 +73,13 @@ def environment(device: str) -> dict[str, Any]:
         "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def keep(paths: Iterable[Path], found: dict[str, Any]) -> list[Path]:
+    """Copies what a run in `environment` wrote to `RESULTS`, named by device and date; returns the copies."""
+    name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
+    RESULTS.mkdir(exist_ok=True)
+    return [Path(shutil.copy(path, RESULTS / f"{path.stem}-{name}-{found['date'][:10]}{path.suffix}")) for path in paths]
 
 
 def describe_cpu() -> str:

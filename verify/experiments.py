@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from . import empties, precision
+from . import empties, precision, run
 from .cases import Case
 from .precision import INSIDE, PARTIALS, SMALL, STORAGES, TOLERANCE, Cell, Storage
 from .report import Section
@@ -51,7 +50,7 @@ def measured(
 
 
 def _spread(cases: Sequence[Case], device: str, workers: int | None) -> Iterable[list[Cell]]:
-    workers = 1 if device == "gpu" else workers or os.cpu_count() or 1
+    workers = workers or run.workers()
     if workers == 1:
         yield from (precision.cells(each, device) for each in cases)
         return

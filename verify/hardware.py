@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from rich.console import Console
 from cupy_kernels import jit
 
 from . import mma
-from .environment import ROOT, environment
+from .environment import RESULTS, ROOT, environment, keep
 
-RESULTS = ROOT / "verify" / "results"
 # jit resolves names below its own kernels; an absolute path stays what it is, and its includes are the kernels' own.
 SOURCE = str(ROOT / "verify" / "hardware.cu")
 EVERY = 2**32
@@ -214,10 +212,9 @@ def run(arguments: argparse.Namespace, device: str) -> list[str]:
         raise ValueError(f"inputs: expected 1 to {EVERY}, got {arguments.inputs}")
     found = measure(device, arguments.inputs)
     write(Console(), found)
-    name = re.sub(r"[^a-z0-9]+", "-", found["device"].lower()).strip("-")
-    paths = [arguments.out / "hardware.json"]
-    paths += [RESULTS / f"hardware-{name}-{found['date'][:10]}.json"] if arguments.keep else []
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    path = arguments.out / "hardware.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+    if arguments.keep:
+        keep([path], found)
     return failures(found)

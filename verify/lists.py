@@ -11,6 +11,7 @@ from cupy_kernels.balanced import HEAD_DIMS
 
 from .build import POISON
 from .cases import FINITE, NON_FINITE, Case
+from .regressions import REGRESSIONS
 
 
 def readable(cases: Iterable[Case]) -> list[Case]:
@@ -159,5 +160,38 @@ def _sweep() -> list[Case]:
     return cases
 
 
-edge, sweep = _edge(), _sweep()
-LISTS = {"smoke": smoke, "edge": edge, "sweep": sweep}
+def _large() -> list[Case]:
+    """Batches and contexts as they are served, for a GPU: outputs by the million, and sums that are long."""
+    cases, dtypes = [], itertools.cycle([("float16", None), ("bfloat16", None), ("float16", "float32"), ("bfloat16", "float32")])
+    # Every family in 131,072 outputs a seed. The widest values stay as they are in the shorter lists.
+    for name in FINITE:
+        dtype, out_dtype = next(dtypes)
+        fields: dict[str, Any] = {"context_lens": (200, 301, 17, 256) * 8, "num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+        cases.append(balanced(f"large-{name}", family=name, dtype=dtype, out_dtype=out_dtype, **fields))
+    long = ("normal", "offset_plus", "ramp_up", "staircase", "pos_v", "split_flip", "heavy_tail", "sink_last")
+    for name in long:
+        dtype, out_dtype = next(dtypes)
+        fields = {"family": name, "num_q_heads": 16, "num_kv_heads": 2, "dtype": dtype, "out_dtype": out_dtype}
+        cases.append(balanced(f"large-{name}-4096", context_lens=(4096, 1, 3000, 0, 4095), head_dim=128, **fields))
+        cases.append(balanced(f"large-{name}-16384", context_lens=(16384, 40), **fields))
+        cases.append(Case(f"large-{name}-8192-8", context_lens=(8192, 700), num_splits=8, **fields))
+    cases += [
+        balanced(
+            f"large-{t}-page-{n}", context_lens=(5000, 900), page_size=n, num_q_heads=24, num_kv_heads=3, head_dim=d, dtype=t
+        )
+        for t, n, d in [("float16", 1, 256), ("bfloat16", 5, 192), ("float16", 64, 96), ("bfloat16", 256, 80)]
+    ]
+    return [*cases, *readable(case for case in cases if case.name.endswith(("-4096", "-8192-8")))]
+
+
+edge, sweep, large = _edge(), _sweep(), _large()
+LISTS = {
+    "smoke": smoke, "edge": edge, "sweep": sweep, "large": large,
+    # with the seeds they were found with
+    "regressions": [frozen.case for frozen in REGRESSIONS],
+}  # fmt: skip
+
+
+def default_lists(device: str, depth: str) -> list[str]:
+    """What is run where nobody chose: large cases take a GPU, and many cores for their budgets."""
+    return [name for name in LISTS if name != "large" or (device == "gpu" and depth == "full")]

@@ -6,7 +6,6 @@ A harness that lets a planted fault pass is broken, and so is one that kills the
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from cupy_kernels import jit
 
+from . import run
 from .cases import NON_FINITE
 from .mutants import MUTANTS, Mutant
 from .peers import peers
@@ -116,7 +116,7 @@ def matrix(
         device: "cpu" or "gpu".
         seed: added to that of every case.
         mutants, probes: instead of those of the depth.
-        workers: processes; None is one per core on the CPU. A GPU is driven by one.
+        workers: processes; None is one per core. On a GPU, as many as its memory has room for, and no more than 4.
         progress: called with the name of each mutant that is through.
 
     Returns:
@@ -137,7 +137,7 @@ def matrix(
             raise ValueError(f"{name}: expected at least one, each with a name of its own, got {values}")
     for mutant in mutants:
         check_applies(mutant)
-    workers = 1 if device == "gpu" else workers or os.cpu_count() or 1
+    workers = _processes(device, workers or run.workers())
     rows = []
     if workers == 1:
         for mutant in mutants:
@@ -151,6 +151,15 @@ def matrix(
             rows.append(future.result())
             progress(mutant.name)
     return rows
+
+
+def _processes(device: str, workers: int) -> int:
+    """No more than the memory of a GPU has room for: a pool of far pages takes 8.6 GB in every process."""
+    if device == "cpu":
+        return workers
+    import cupy
+
+    return max(1, min(workers, 4, cupy.cuda.Device().mem_info[0] // 10**10))
 
 
 def passed(rows: Sequence[dict[str, Any]]) -> bool:

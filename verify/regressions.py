@@ -29,6 +29,17 @@ REGRESSIONS = (
              poison="inf"),
         "T1", 0.4094,
     ),
+    # The same on tensor cores, with P in two bfloat16.
+    Regression(
+        Case("worst-tensor", family="subnormal_p", seed=334, context_lens=(10, 0, 79), page_size=15, num_q_heads=6,
+             num_kv_heads=3, head_dim=80, dtype="bfloat16", num_splits=1, out_dtype="float32", poison="inf"),
+        "T1", 0.2625,
+    ),
+    Regression(
+        Case("worst-shares", family="cancel", context_lens=(10, 0, 79), page_size=15, num_q_heads=6, num_kv_heads=3,
+             head_dim=128, dtype="bfloat16", schedule="balanced", num_splits=None, out_dtype="float32", poison="inf"),
+        "T1", 0.2088,
+    ),
     # Few dimensions and most weights next to nothing: what is left is one rounding or two.
     Regression(
         Case("worst-fp32", family="subnormal_p", seed=56, context_lens=(86, 86), page_size=63, num_q_heads=17, num_kv_heads=1,

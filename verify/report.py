@@ -60,6 +60,8 @@ def assemble(
         "experiments": [section.to_json() for section in sections],
         "pools": pools,
         "failed": list(dict.fromkeys(failed)),
+        "outputs": sum(row["errors"].get("elements", 0) for row in cases),
+        "largest_ratio": max(map(ratio, cases), default=0.0),
         **more,
     }
 
@@ -77,7 +79,6 @@ def mutant_as_expected(mutant: dict[str, Any]) -> bool:
 def last_line(report: dict[str, Any]) -> str:
     """The verdict in one line, with what it rests on and what was not run."""
     cases, mutants = report["cases"], report["mutants"]
-    elements = sum(row["errors"].get("elements", 0) for row in cases)
     on = f"on {report['environment']['device']}"
     on += ", no GPU here" if report.get("no_gpu") else ""
     on += f"; not run: {', '.join(report['skipped'])}" if report.get("skipped") else ""
@@ -87,7 +88,7 @@ def last_line(report: dict[str, Any]) -> str:
         return f"FAIL: {len(names)} of {checks} checks: {shown}; {on}"
     worst = max(cases, key=ratio)
     killed = f", {sum(not m.get('healthy') for m in mutants)} mutants killed" if mutants else ""
-    found = f"{len(cases)} cases, {elements:,} outputs, largest error {ratio(worst):.3f} of its bound ({worst['name']})"
+    found = f"{len(cases)} cases, {report['outputs']:,} outputs, largest error {ratio(worst):.3f} of its bound ({worst['name']})"
     return f"PASS: {found}{killed}; {on}"
 
 

@@ -206,10 +206,10 @@ def choose(lists: Sequence[str], names: Sequence[str], seed: int | None, depth: 
     return [(name, replace(case, seed=case.seed + i)) for i in range(SEEDS[depth]) for name, case in cases]
 
 
-def workers(device: str) -> int:
-    """Processes that share the work: the reference and the budgets are NumPy's even where the kernels are not."""
+def workers() -> int:
+    """Processes that share the work: references and budgets are NumPy's even where the kernels are not."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8 if device == "cpu" else 4)
+    return min(cores, 16)
 
 
 def run(tasks: Sequence[Task], processes: int, done: Callable[[], None] = lambda: None) -> list[Judged]:

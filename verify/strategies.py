@@ -46,13 +46,12 @@ def cases(draw: st.DrawFn) -> Case:
     splits: dict[str, Any] = {"num_splits": num_splits if schedule == "uniform" else None}
     if schedule == "fixed":
         splits["pages_per_split"] = num_splits
-    kernel = draw(st.sampled_from(("auto", "readable")))
     case = Case(
         "property", family=draw(st.sampled_from(sorted(FAMILIES))), seed=draw(st.integers(0, 2**16)), context_lens=lens,
-        kernel=kernel, page_size=page_size, num_q_heads=num_kv_heads * group_size, num_kv_heads=num_kv_heads,
-        head_dim=head_dim, dtype=dtype, layout=draw(st.sampled_from(("NHD", "HND"))), schedule=schedule, partial_dtype=partial_dtype, out_dtype=out_dtype,
-        sm_scale=draw(st.sampled_from((None, None, 0.3, 1.0))), poison=draw(st.sampled_from(sorted(POISON))),
-        pages=draw(st.sampled_from(("shuffled", "reversed", "ordered", "shared"))),
+        page_size=page_size, num_q_heads=num_kv_heads * group_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype,
+        layout=draw(st.sampled_from(("NHD", "HND"))), kernel=draw(st.sampled_from(("auto", "readable"))), schedule=schedule,
+        partial_dtype=partial_dtype, out_dtype=out_dtype, sm_scale=draw(st.sampled_from((None, None, 0.3, 1.0))),
+        poison=draw(st.sampled_from(sorted(POISON))), pages=draw(st.sampled_from(("shuffled", "reversed", "ordered", "shared"))),
         memory=draw(st.sampled_from(("contiguous", "interleaved", "stacked", "padded"))), **splits,
     )  # fmt: skip
     try:
