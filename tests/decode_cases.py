@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from helpers import paged
 
+from cupy_kernels import balanced
+
 
 @dataclass(frozen=True)
 class Case:
@@ -14,7 +16,7 @@ class Case:
     head_dim: int = 64
     page_size: int = 16
     layout: str = "NHD"
-    splits: int = 4  # num_splits; below 0: schedule="fixed" with that many pages per split
+    splits: int = 4  # num_splits; below 0: schedule="fixed" with that many pages per split; 0: "balanced"
     out_dtype: str = "float32"  # so that the rounding of the store hides nothing
     partial_dtype: str = "float32"
     lse_base: str = "e"
@@ -23,9 +25,16 @@ class Case:
 
     @property
     def schedule(self):
+        if self.splits == 0:
+            return {"schedule": "balanced"}
         if self.splits < 0:
             return {"schedule": "fixed", "pages_per_split": -self.splits}
         return {"schedule": "uniform", "num_splits": self.splits}
+
+    @property
+    def kernels(self):
+        """Values of `jit.settings(readable=...)` that make a difference."""
+        return (False, True) if self.dtype in balanced.DTYPES and self.head_dim in balanced.HEAD_DIMS else (False,)
 
     @property
     def options(self):
@@ -64,6 +73,13 @@ CASES = [
     Case(view="unlike strides", splits=2, dtype="float32", heads=(3, 3), head_dim=40),
     Case(view="backwards", splits=3, heads=(6, 3)),
     Case(view="strided table", splits=4, page_size=8),
+    Case(splits=0),
+    Case(head_dim=128, heads=(16, 2), page_size=1, splits=0, out_dtype="float16"),
+    Case(head_dim=80, heads=(6, 2), page_size=48, layout="HND", splits=0, dtype="bfloat16", lse_base="2"),
+    Case(head_dim=256, heads=(17, 1), page_size=4, splits=0, dtype="bfloat16", out_dtype="bfloat16"),
+    Case(head_dim=72, splits=0, dtype="float32"),
+    Case(lens=(700, 0, 20), heads=(66, 66), head_dim=96, splits=0, sm_scale=-0.3),
+    Case(view="interleaved", splits=0, page_size=4),
 ]
 
 

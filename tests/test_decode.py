@@ -7,6 +7,7 @@ import pytest
 from decode_cases import CASES, VIEWS
 from helpers import (
     DTYPES,
+    KERNELS,
     U32,
     Guarded,
     assert_empty,
@@ -24,13 +25,17 @@ from helpers import (
 )
 
 import reference
-from cupy_kernels import merge_states, paged_decode, split_decode
+from cupy_kernels import jit, merge_states, paged_decode, split_decode
 from reference import Precision
 
 F64 = Precision.uniform("float64")
 
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dtype}-{case.head_dim}-{case.view}")
+def every(cases):
+    """Cases by all kernels that take them."""
+    name = lambda case, readable: f"{case.dtype}-{case.head_dim}-{case.view}{'-readable' if readable else ''}"
+    both = [(case, readable) for case in cases for readable in case.kernels]
+    return pytest.mark.parametrize(("case", "readable"), both, ids=[name(*pair) for pair in both])
 
 
 def natural(lse, base):
@@ -54,12 +59,12 @@ def test_views_are_views():
             np.testing.assert_array_equal(bits(moved), bits(array))
 
 
-@every_case
-def test_partial(xp, case):
+@every(case for case in CASES if case.splits != 0)
+def test_partial(xp, case, readable):
     args = case.inputs()
-    o, lse = decode(
-        xp, args, split_decode, **case.schedule, **case.options, lse_base=case.lse_base, partial_dtype=case.partial_dtype
-    )
+    stored = {"lse_base": case.lse_base, "partial_dtype": case.partial_dtype}
+    with jit.settings(readable=readable):
+        o, lse = decode(xp, args, split_decode, **case.schedule, **case.options, **stored)
     assert o.dtype == DTYPES[case.partial_dtype]
     assert lse.dtype == np.float32
     wanted = {name: value for name, value in case.schedule.items() if name != "schedule"}
@@ -88,22 +93,17 @@ def test_partial(xp, case):
         assert_within(lse[:, :, s], want_lse[:, :, s], e_lse, f"lse of split {s}")
 
 
-@every_case
-def test_whole(xp, case):
+@every(CASES)
+def test_whole(xp, case, readable):
     args = case.inputs()
-    out, lse = decode(
-        xp,
-        args,
-        **case.schedule,
-        **case.options,
-        lse_base=case.lse_base,
-        out_dtype=case.out_dtype,
-        partial_dtype=case.partial_dtype,
-    )
+    stored = {"lse_base": case.lse_base, "out_dtype": case.out_dtype, "partial_dtype": case.partial_dtype}
+    with jit.settings(readable=readable):
+        out, lse = decode(xp, args, **case.schedule, **case.options, **stored)
     assert out.dtype == DTYPES[case.out_dtype]
     assert lse.dtype == np.float32
     want, want_lse = reference.paged_decode(**args, **case.options)
-    splits = case.splits if case.splits > 0 else -(-args["page_table"].shape[1] // -case.splits)
+    splits = len(args["page_table"][0]) if case.splits == 0 else case.splits
+    splits = -(-args["page_table"].shape[1] // -splits) if splits < 0 else splits
     e_o, e_lse = decode_bound(
         args, want, want_lse, num_splits=splits, out_dtype=case.out_dtype, partial_dtype=case.partial_dtype, **case.options
     )
@@ -131,8 +131,9 @@ def test_merge(xp, algorithm, dtype, out_dtype):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_outputs_given_by_the_caller(xp, num_splits):
-    args = paged((37, 0, 100), num_q_heads=6)
+@pytest.mark.parametrize("head_dim", KERNELS)
+def test_outputs_given_by_the_caller(xp, num_splits, head_dim):
+    args = paged((37, 0, 100), num_q_heads=6, head_dim=head_dim)
     plain = decode(xp, args, num_splits=num_splits)
     out, lse = Guarded(xp, plain[0].shape, "float16"), Guarded(xp, plain[1].shape)
     got = paged_decode(**on(xp, args), num_splits=num_splits, out=out.view, lse_out=lse.view)
@@ -159,8 +160,9 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
-def test_arrays_that_speak_dlpack_are_taken_as_they_lie(xp):
-    args = on(xp, paged((37, 0, 100), num_q_heads=6))
+@pytest.mark.parametrize("head_dim", KERNELS)
+def test_arrays_that_speak_dlpack_are_taken_as_they_lie(xp, head_dim):
+    args = on(xp, paged((37, 0, 100), num_q_heads=6, head_dim=head_dim))
     want = paged_decode(**args, num_splits=3)
     out = xp.full(want[0].shape, xp.nan, xp.float16)
     got = paged_decode(**{name: Foreign(array) for name, array in args.items()}, num_splits=3, out=Foreign(out))
