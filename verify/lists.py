@@ -141,21 +141,11 @@ def _sweep() -> list[Case]:
         for name, dtype in zip(long, ["float16", "bfloat16"] * 4, strict=True)
         for num_splits in (1, 4, 16, 64)
     ]
-    second = [case for case in cases if case.context_lens == (256,) or case.num_splits == 16]
-    cases += readable(second)
+    cases += readable(case for case in list(cases) if case.context_lens == (256,) or case.num_splits == 16)
     # Many KV heads leave few shares to each: several tiles a warp, and shares that end in the middle of a request.
-    cases += [
-        balanced(
-            f"sweep-balanced-{name}",
-            family=name,
-            context_lens=(1024, 700),
-            num_q_heads=24,
-            num_kv_heads=24,
-            head_dim=128,
-            dtype=t,
-        )
-        for name, t in zip(long, ["float16", "bfloat16"] * 4, strict=True)
-    ]
+    heads: dict[str, Any] = {"context_lens": (700, 300), "num_q_heads": 24, "num_kv_heads": 24, "head_dim": 128}
+    for name, dtype in zip(long, ["float16", "bfloat16"] * 4, strict=True):
+        cases.append(balanced(f"sweep-balanced-{name}", family=name, dtype=dtype, **heads))
     cases += [balanced(f"sweep-balanced-4096-{t}", context_lens=(4096,), dtype=t) for t in ("float16", "bfloat16")]
     return cases
 
