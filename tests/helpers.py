@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import reference
 from cupy_kernels import paged_decode
 from cupy_kernels.decode import SCHEDULES
 from cupy_kernels.host import build
@@ -34,6 +35,8 @@ EVERY_SCHEDULE = [
     for name in SCHEDULES
     for more in OPTIONS.get(name, [{}])
 ]
+every_kernel = pytest.mark.parametrize("head_dim", KERNELS)
+every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
 ONE_PER_SCHEDULE = [next(p for p in EVERY_SCHEDULE if p.values[0]["schedule"] == name) for name in SCHEDULES]
 
 
@@ -206,6 +209,17 @@ def merge_bound(o_part, lse_part, o, lse, out_dtype="float32"):
     e_o = 1.01 * (delta[..., None] * np.abs(o_part - o[..., None, :])).sum(-2)
     e_o += sums * (omega[..., None] * np.abs(o_part)).sum(-2) + stored(o, out_dtype)
     return e_o, 1.01 * delta.sum(-1) + sums + 4 * U32 * np.abs(shift)
+
+
+def check(xp, args, schedule, **options):
+    """A decode with this schedule is the reference's, non-finite elements and all."""
+    want, want_lse = reference.paged_decode(**args, **options)
+    e_o, e_lse = decode_bound(args, want, want_lse, num_splits=schedule.get("num_splits", 64), **options)
+    out, lse = decode(xp, args, **schedule, **options, out_dtype="float32")
+    assert_within(out, want, e_o, "out", infinities=False)
+    assert_within(lse, want_lse, e_lse, "lse")
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(want_lse))
+    return out, lse
 
 
 class Guarded:

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from helpers import (
     DTYPES,
-    EVERY_SCHEDULE,
     KERNELS,
     assert_empty,
     assert_same_bits,
-    assert_within,
+    check,
     decode,
-    decode_bound,
+    every_kernel,
+    every_schedule,
     move,
     on,
     paged,
@@ -18,25 +18,10 @@ from helpers import (
     to_numpy,
 )
 
-import reference
 from cupy_kernels import merge_state, merge_states, split_decode, split_ranges
 from cupy_kernels.decode import takes_tensor_cores
 from cupy_kernels.merge import ALGORITHMS
 from cupy_kernels.problem import NOT_YET, check_problem
-
-every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-every_kernel = pytest.mark.parametrize("head_dim", KERNELS)
-
-
-def check(xp, args, schedule, **options):
-    """A decode with this schedule is the reference's, non-finite elements and all."""
-    want, want_lse = reference.paged_decode(**args, **options)
-    e_o, e_lse = decode_bound(args, want, want_lse, num_splits=schedule.get("num_splits", 64), **options)
-    out, lse = decode(xp, args, **schedule, **options, out_dtype="float32")
-    assert_within(out, want, e_o, "out", infinities=False)
-    assert_within(lse, want_lse, e_lse, "lse")
-    np.testing.assert_array_equal(np.isnan(lse), np.isnan(want_lse))
-    return out, lse
 
 
 @pytest.mark.parametrize(("head_dim", "tensor_cores"), [(KERNELS[0].values[0], False), (KERNELS[1].values[0], True)])

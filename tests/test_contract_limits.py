@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from helpers import (
     CANARY,
-    EVERY_SCHEDULE,
     INT_MAX,
-    KERNELS,
     ONE_PER_SCHEDULE,
     assert_same_bits,
     assert_within,
     bits,
+    check,
     decode,
     decode_bound,
+    every_kernel,
+    every_schedule,
     merge_bound,
     move,
     on,
@@ -27,16 +28,6 @@ from cupy_kernels import jit, merge_state, merge_state_in_place, merge_states, p
 from cupy_kernels.problem import NOT_YET
 
 F64 = reference.Precision.uniform("float64")
-every_schedule = pytest.mark.parametrize("schedule", EVERY_SCHEDULE)
-every_kernel = pytest.mark.parametrize("head_dim", KERNELS)
-
-
-def check(xp, args, schedule, **options):
-    want, want_lse = reference.paged_decode(**args, **options)
-    e_o, e_lse = decode_bound(args, want, want_lse, num_splits=schedule.get("num_splits", 64), **options)
-    out, lse = decode(xp, args, **schedule, **options, out_dtype="float32")
-    assert_within(out, want, e_o, "out")
-    assert_within(lse, want_lse, e_lse, "lse")
 
 
 def vast(xp, elements):

@@ -7,7 +7,6 @@ import pytest
 from decode_cases import CASES, VIEWS
 from helpers import (
     DTYPES,
-    KERNELS,
     U32,
     Guarded,
     assert_empty,
@@ -16,6 +15,7 @@ from helpers import (
     bits,
     decode,
     decode_bound,
+    every_kernel,
     merge_bound,
     move,
     on,
@@ -131,7 +131,7 @@ def test_merge(xp, algorithm, dtype, out_dtype):
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("head_dim", KERNELS)
+@every_kernel
 def test_outputs_given_by_the_caller(xp, num_splits, head_dim):
     args = paged((37, 0, 100), num_q_heads=6, head_dim=head_dim)
     plain = decode(xp, args, num_splits=num_splits)
@@ -160,7 +160,7 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
-@pytest.mark.parametrize("head_dim", KERNELS)
+@every_kernel
 def test_arrays_that_speak_dlpack_are_taken_as_they_lie(xp, head_dim):
     args = on(xp, paged((37, 0, 100), num_q_heads=6, head_dim=head_dim))
     want = paged_decode(**args, num_splits=3)
