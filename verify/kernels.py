@@ -70,7 +70,7 @@ def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patche
     arguments = on_device(inputs, xp)
     readable = case.kernel == "readable"
     with jit.settings(patches=patches, readable=readable):
-        num_splits, grid = _plan(case, arguments)
+        num_splits, grid = plan(case, arguments)
         first = to_host(_decode(case, arguments, xp))
         again = [to_host(_decode(case, on_device(permuted(inputs), xp), xp))]
         partial, merged = None, {}
@@ -85,7 +85,7 @@ def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patche
     return Outputs(first, partial, merged, again, num_splits, grid)
 
 
-def _plan(case: Case, arguments: dict[str, Any]) -> tuple[int, balanced.Grid | None]:
+def plan(case: Case, arguments: dict[str, Any]) -> tuple[int, balanced.Grid | None]:
     """How the call will be cut. RuntimeError where other kernels will take it than the case says."""
     problem = check_problem(**arguments, lse_base="e", check_values=False, not_yet=NOT_YET)
     if problem.q.size and takes_tensor_cores(problem) != case.on_tensor_cores:
