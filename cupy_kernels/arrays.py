@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,11 @@ def require_cupy() -> ModuleType:
 def array_module(array: Any) -> ModuleType:
     """`numpy` or `cupy`, whose array this is."""
     return np if isinstance(array, np.ndarray) else sys.modules["cupy"]
+
+
+def on_device(array: Any) -> AbstractContextManager[Any]:
+    """Makes the array's device the current one: what is allocated and launched within goes there."""
+    return nullcontext() if isinstance(array, np.ndarray) else array.device
 
 
 def as_array(name: str, value: Any) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import balanced, jit
-from .arrays import check_choice, check_int, check_unit_stride, dtype_name, strides
+from .arrays import check_choice, check_int, check_unit_stride, dtype_name, on_device, strides
 from .merge import bind_merge
 from .plan import MAX_SPLITS, plan_splits
 from .problem import MAX_HEADS_PER_BLOCK, DecodeProblem, check_problem
@@ -72,7 +72,7 @@ def paged_decode(
                  "k_scale": k_scale, "v_scale": v_scale, "kv_dtype": kv_dtype},
     )  # fmt: skip
     cut = choose_cut(problem, schedule, num_splits, pages_per_split, dtype_name("partial_dtype", partial_dtype))
-    with problem.on_device():
+    with on_device(problem.q):
         out, lse = outputs(problem, (problem.num_q_heads,), out, lse_out, out_dtype)
         for launch in launches(problem, cut, out, lse):
             launch()
@@ -127,7 +127,7 @@ def split_decode(
         raise ValueError("schedule: expected 'uniform' or 'fixed', got 'balanced', whose cut has no splits to look at")
     partial_dtype = dtype_name("partial_dtype", partial_dtype)
     cut = choose_cut(problem, schedule, num_splits, pages_per_split, partial_dtype)
-    with problem.on_device():
+    with on_device(problem.q):
         o_part, lse_part = outputs(problem, (problem.num_q_heads, cut.num_splits), out, lse_out, partial_dtype)
         if o_part.size:
             bind_partial(problem, o_part, lse_part, cut.pages_per_split)()

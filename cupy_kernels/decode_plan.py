@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import as_array, dtype_name
+from .arrays import as_array, dtype_name, on_device
 from .decode import choose_cut, launches, outputs, takes_tensor_cores
 from .jit import data_pointer
 from .problem import check_problem
@@ -70,7 +70,7 @@ class DecodePlan:
                      "k_scale": k_scale, "v_scale": v_scale, "kv_dtype": kv_dtype},
         )  # fmt: skip
         cut = choose_cut(problem, schedule, num_splits, pages_per_split, dtype_name("partial_dtype", partial_dtype))
-        with problem.on_device():
+        with on_device(problem.q):
             out, lse_out = outputs(problem, (problem.num_q_heads,), out, lse_out, out_dtype)
             self._launches = launches(problem, cut, out, lse_out)
         self._xp, self._ndarray = problem.xp, problem.xp.ndarray

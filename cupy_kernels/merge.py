@@ -18,6 +18,7 @@ from .arrays import (
     check_output,
     check_unit_stride,
     data_pointer,
+    on_device,
     dtype_name,
     strides,
 )  # fmt: skip
@@ -63,17 +64,18 @@ def merge_states(
         raise ValueError(f"o_part: expected at least one state and a head_dim of at least 1, got {list(o_part.shape)}")
     xp = array_module(o_part)
     dtype = str(o_part.dtype) if out_dtype is None else dtype_name("out_dtype", out_dtype)
-    o, lse = xp.empty((*lead, head_dim), np.dtype(dtype)), xp.empty(lead, np.float32)
     outer, inner = _rows(lead)
-    bind_merge(
-        xp,
-        o_part.reshape(outer, inner, num_states, head_dim),
-        lse_part.reshape(outer, inner, num_states),
-        o.reshape(outer, inner, head_dim),
-        lse.reshape(outer, inner),
-        lse_base=lse_base,
-        algorithm=algorithm,
-    )()
+    with on_device(o_part):
+        o, lse = xp.empty((*lead, head_dim), np.dtype(dtype)), xp.empty(lead, np.float32)
+        bind_merge(
+            xp,
+            o_part.reshape(outer, inner, num_states, head_dim),
+            lse_part.reshape(outer, inner, num_states),
+            o.reshape(outer, inner, head_dim),
+            lse.reshape(outer, inner),
+            lse_base=lse_base,
+            algorithm=algorithm,
+        )()
     return o, lse
 
 
@@ -110,8 +112,9 @@ def merge_state(o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, *, lse_base: str = "
     """
     o_a, lse_a, o_b, lse_b = _check_pair(("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b), lse_base)
     xp = array_module(o_a)
-    o, lse = xp.empty(o_a.shape, o_a.dtype), xp.empty(lse_a.shape, np.float32)
-    _launch_pair(xp, o_a, lse_a, o_b, lse_b, o, lse, None, lse_base)
+    with on_device(o_a):
+        o, lse = xp.empty(o_a.shape, o_a.dtype), xp.empty(lse_a.shape, np.float32)
+        _launch_pair(xp, o_a, lse_a, o_b, lse_b, o, lse, None, lse_base)
     return o, lse
 
 
@@ -135,7 +138,8 @@ def merge_state_in_place(o: Any, lse: Any, o_other: Any, lse_other: Any, *, mask
     if mask is not None:
         mask = as_array("mask", mask)
         check_array("mask", mask, o, ("bool",), lse.shape)
-    _launch_pair(array_module(o), o, lse, o_other, lse_other, o, lse, mask, lse_base)
+    with on_device(o):
+        _launch_pair(array_module(o), o, lse, o_other, lse_other, o, lse, mask, lse_base)
 
 
 def _check_pair(a: Any, lse_a: Any, b: Any, lse_b: Any, lse_base: str) -> list[Any]:

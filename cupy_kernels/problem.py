@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -36,10 +35,6 @@ class DecodeProblem:
     lse_base: str
     # The kernels know windows; the public calls take them once every schedule does.
     window: int | None = None
-
-    def on_device(self) -> AbstractContextManager[Any]:
-        """Makes the arrays' device the current one."""
-        return nullcontext() if self.xp is np else self.q.device
 
     @property
     def batch_size(self) -> int:
