@@ -18,10 +18,10 @@ from .arrays import (
     check_output,
     check_unit_stride,
     data_pointer,
-    on_device,
     dtype_name,
+    on_device,
     strides,
-)  # fmt: skip
+)
 from .problem import LSE_BASES
 
 ALGORITHMS = ("max_first", "online")

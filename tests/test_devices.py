@@ -44,7 +44,7 @@ def test_a_call_runs_where_its_arrays_are(cupy, options, dtype):
 
 def test_arrays_on_two_devices_are_refused(cupy):
     here, there = call(cupy, 0), call(cupy, 1)
-    with pytest.raises(ValueError, match="^k_cache: expected device 0, got device 1"):
+    with pytest.raises(ValueError, match=r"^k_cache: expected device 0, got device 1"):
         paged_decode(**here | {"k_cache": there["k_cache"]})
 
 
