@@ -15,7 +15,8 @@ VOID = {"meta", "br", "img", "link", "input", "hr", "path", "use", "rect", "line
 
 def row(name="a-case", verdict="pass", ratio=0.5, **more):
     return {
-        "name": name, "list": "smoke", "family": "normal", "seed": 0, "device": "cpu", "schedule": "uniform", "dtype": "float16",
+        "name": name, "list": "smoke", "family": "normal", "seed": 0, "device": "cpu", "kernel": "readable",
+        "schedule": "uniform", "dtype": "float16",
         "case": f"Case(name={name!r})", "reproduce": f"python -m verify --case {name} --seed 0 --device cpu", "verdict": verdict,
         "tiers": {"T1": {"verdict": verdict, "ratio": ratio}, "T7": {"verdict": "pass", "ratio": 0.0}},
         "worst": {"index": (0, 1, 2), "got": 1.0, "want": 1.1, "budget": {"out_round": 0.1, "ex2": 0.06, "pv_acc": 0.04}},
