@@ -111,12 +111,11 @@ def driver_version() -> str | None:
 
 
 def commit() -> str | None:
-    """The checkout's commit, with "+" if something in it was changed since. A copy without .git is told by `GIT_COMMIT`."""
-    if not (ROOT / ".git").exists() or not shutil.which("git"):
+    """The checkout's commit, with "+" if something in it was changed since. Where git can't tell, `GIT_COMMIT` may."""
+    if not shutil.which("git") or not (name := _first_line(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"])):
         return os.environ.get("GIT_COMMIT")
-    name = _first_line(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"])
     changed = _first_line(["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"])
-    return f"{name}+" if name and changed else name
+    return f"{name}+" if changed else name
 
 
 def _first_line(command: list[str]) -> str | None:
