@@ -27,7 +27,6 @@ class Config:
     """How a block is made. It decides speed and the bits, not the result."""
 
     warps: int = 8
-    kv_heads: int = 1  # KV heads of one block; its warps are dealt out to them
     blocks_per_sm: int = 1
     min_tiles: int = 1  # of 16 tokens, for each warp: below that a batch is cut into fewer shares
 
@@ -37,11 +36,13 @@ def max_chunk_heads(head_dim: int) -> int:
     return 2 * N_TILE if head_dim <= 128 else N_TILE
 
 
-def default_config(head_dim: int, group_size: int, num_kv_heads: int) -> Config:
+def default_config(head_dim: int, group_size: int, requests_per_share: float = 0.0) -> Config:
     """The configuration that was fastest where it was measured (bench/NOTES.md)."""
+    one_tile = chunk_heads(head_dim, group_size) <= N_TILE
     if head_dim <= 64:
-        return Config(warps=4, blocks_per_sm=4 if chunk_heads(head_dim, group_size) <= N_TILE else 2)
-    return Config()
+        return Config(16 if one_tile else 8)
+    # Where blocks have several requests each, one streams while the other on its SM merges.
+    return Config(4, 2) if requests_per_share > 2 and one_tile and head_dim <= 128 else Config(8)
 
 
 def chunks(head_dim: int, group_size: int) -> int:
@@ -64,7 +65,7 @@ def constants(dtype: str, out_dtype: str, head_dim: int, group_size: int, page_s
     return {
         "KV": dtype, "OUT": out_dtype, "HEAD_DIM": head_dim, "N_TILES": math.ceil(chunk_heads(head_dim, group_size) / N_TILE),
         "P_PARTS": p_parts(dtype, out_dtype), "WHOLE_TILES": int(page_size % TILE == 0), "WARPS": config.warps,
-        "KV_HEADS": config.kv_heads, "BLOCKS_PER_SM": config.blocks_per_sm,
+        "BLOCKS_PER_SM": config.blocks_per_sm,
     }  # fmt: skip
 
 
@@ -72,8 +73,7 @@ def specialisations() -> Iterator[dict[str, Any]]:
     """The constants of every kernel that `default_config` can ask for, one page size of each kind."""
     for head_dim in HEAD_DIMS:
         for group_size in (1, 16) if max_chunk_heads(head_dim) > N_TILE else (1,):
-            for num_kv_heads in (1, 8):
-                config = default_config(head_dim, group_size, num_kv_heads)
+            for config in {default_config(head_dim, group_size, requests) for requests in (0, math.inf)}:
                 for dtype in DTYPES:
                     for out_dtype in (dtype, "float32"):
                         for page_size in (1, TILE):
@@ -114,42 +114,40 @@ class Grid:
     config: Config
     shares: int  # equal parts of all tokens
     head_chunks: int  # of the query heads of one KV head
-    kv_columns: int  # KV heads, as many at once as a block takes
+    num_kv_heads: int
     block_heads: int  # query heads of a block
     batch_size: int
     head_dim: int
 
     @property
     def dims(self) -> tuple[int, int, int]:
-        return self.head_chunks, self.kv_columns, self.shares
+        return self.head_chunks, self.num_kv_heads, self.shares
 
     @property
     def columns(self) -> int:
         """Blocks of one share."""
-        return self.head_chunks * self.kv_columns
+        return self.head_chunks * self.num_kv_heads
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory: `Exchange` of kernels/stream.cuh."""
-        warps, kv_heads, columns = self.config.warps, self.config.kv_heads, self.head_dim // 4
-        heads = self.block_heads // kv_heads
-        q_rows, q_stride = kv_heads * N_TILE * math.ceil(heads / N_TILE), (self.head_dim + 31) // 64 * 64 + 32
-        rows = max(warps * heads * (columns + 1), 32 * warps)
-        sums = max(warps * heads, kv_heads * heads * columns, 32 * warps)
-        return 2 * q_rows * q_stride + 16 * rows + 8 * sums
+        warps, heads, chunks_16 = self.config.warps, self.block_heads, self.head_dim // 8
+        # Rows of K, and of V where both are there together, in chunks of 16 bytes: padded to 4 modulo 8, and by 1.
+        slot = 16 * TILE * ((chunks_16 + 3) // 8 * 8 + 4 + (chunks_16 + 1 if self.head_dim <= 128 else 0))
+        areas = warps * max(slot, 16 * heads * (self.head_dim // 4 + 1))
+        q = 2 * N_TILE * math.ceil(heads / N_TILE) * ((self.head_dim + 31) // 64 * 64 + 32)
+        return areas + q + 8 * warps * heads
 
 
 def plan_grid(
     *, batch_size: int, num_kv_heads: int, group_size: int, head_dim: int, num_sms: int, config: Config | None = None
 ) -> Grid:
     """As many blocks as the device holds at once, in whole shares. It does not depend on the lengths."""
-    config = config or default_config(head_dim, group_size, num_kv_heads)
-    if num_kv_heads % config.kv_heads:
-        raise ValueError(f"num_kv_heads: expected a multiple of {config.kv_heads}, got {num_kv_heads}")
-    head_chunks, kv_columns = chunks(head_dim, group_size), num_kv_heads // config.kv_heads
-    shares = min(65535, max(1, num_sms * config.blocks_per_sm // (head_chunks * kv_columns)))
-    heads = config.kv_heads * chunk_heads(head_dim, group_size)
-    return Grid(config, shares, head_chunks, kv_columns, heads, batch_size, head_dim)
+    head_chunks = chunks(head_dim, group_size)
+    columns = head_chunks * num_kv_heads
+    config = config or default_config(head_dim, group_size, batch_size / max(1, num_sms // columns))
+    shares = min(65535, max(1, num_sms * config.blocks_per_sm // columns))
+    return Grid(config, shares, head_chunks, num_kv_heads, chunk_heads(head_dim, group_size), batch_size, head_dim)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +158,16 @@ class Workspace:
     """
 
     o_pieces: Any  # [shares, columns, 2, block_heads, head_dim] float32
-    sum_pieces: Any  # [shares, columns, 2, block_heads, 2] float32
-    counters: Any  # [batch_size, columns] uint32
+    sum_pieces: Any  # [shares, columns, 2, block_heads, warps, 2] float32
+    counters: Any  # [batch_size, columns, warps] uint32
 
     @classmethod
     def of(cls, xp: ModuleType, grid: Grid) -> Workspace:
         """A new one, on the current device."""
         rows = (grid.shares, grid.columns, 2, grid.block_heads)
         return cls(
-            xp.empty((*rows, grid.head_dim), np.float32), xp.empty((*rows, 2), np.float32),
-            xp.zeros((grid.batch_size, grid.columns), np.uint32),
+            xp.empty((*rows, grid.head_dim), np.float32), xp.empty((*rows, grid.config.warps, 2), np.float32),
+            xp.zeros((grid.batch_size, grid.columns, grid.config.warps), np.uint32),
         )  # fmt: skip
 
 
@@ -187,14 +185,13 @@ def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, worksp
     q, k, v, o = map(element_strides, (p.q, p.k_cache, p.v_cache, out))
     lse_strides, unit = element_strides(lse), unit_tokens(p.page_size)
     values = constants(p.dtype, str(out.dtype), p.head_dim, p.group_size, p.page_size, grid.config)
-    slots = grid.config.warps // grid.config.kv_heads
     return jit.kernel("balanced.cu", "balanced", **values).bind(
         p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes,
         q=p.q, k_cache=p.k_cache, v_cache=p.v_cache, page_table=p.page_table, context_lens=p.context_lens, o=out, lse=lse,
         o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, counters=workspace.counters,
         batch_size=p.batch_size, group_size=p.group_size, chunk_heads=chunk_heads(p.head_dim, p.group_size),
         page_size=p.page_size, max_pages=p.max_pages, unit_tokens=unit,
-        min_units=math.ceil(grid.config.min_tiles * slots * TILE / unit),
+        min_units=math.ceil(grid.config.min_tiles * grid.config.warps * TILE / unit),
         scale_log2=nonzero(p.scale_log2),
         natural=int(p.lse_base == "e"),
         q_batch_stride=q[0], q_head_stride=q[1], k_page_stride=k[0], k_slot_stride=k[1], k_head_stride=k[2],

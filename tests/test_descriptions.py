@@ -38,9 +38,9 @@ def test_equal_shares_by_hand():
 def test_exponentials_and_roundings_of_a_merge_by_hand():
     a = Arithmetic(share_ways=(2,))
     assert a.merging(1, 1) == (0, 0)
-    assert a.merging(8, 1) == (1, 8)
-    # 20 shares by 2 threads: 10 each in two batches, then their two sums.
-    assert a.merging(8, 20) == (1 + 2 + 1, 8 + 10 + 2 + 1)
+    assert a.merging(8, 1) == (2, 9)
+    # 20 shares by 2 threads: 10 each in three batches, then their two sums.
+    assert a.merging(8, 20) == (2 + 1 + 2 + 1, 9 + 10 + 2 + 2)
 
 
 def test_a_lazy_maximum_is_an_interval():

@@ -77,7 +77,7 @@ class Arithmetic:
     # running states of a split that take its tiles in turn, for orders made by `tiled_order`
     states: int = 1
     # not (): the splits of an order are shares, merged as they are, neither divided nor rounded. Each element is merged by one
-    # of these numbers of threads, which take shares in turn
+    # of these numbers of threads, powers of two, which take shares in turn
     share_ways: tuple[int, ...] = ()
     # ex2.approx: 2 ulp from the correctly rounded result, that is 2.5 ulp from the exact one
     ex2: float = 5.0
@@ -140,16 +140,17 @@ class Arithmetic:
 
     def merging(self, states: int, shares: int) -> tuple[int, int]:
         """Exponentials in the weight of one running state, and roundings of its sums, until all of `shares * states` are one."""
-        # The states of a share have one maximum, and are added by one fma each.
-        levels, roundings = int(states > 1), states * (states > 1)
+        # The states of a share in batches of 4, added by one fma each; each later batch may rescale.
+        rescales = math.ceil(states / 4) - 1
+        levels, roundings = (1 + rescales, states + rescales) if states > 1 else (0, 0)
         if shares == 1:
             return levels, roundings
         costs = []
         for ways in self.share_ways:
-            # Shares of a thread in batches of 8, then the threads' sums two by two; each later batch may rescale.
-            own, sums = math.ceil(shares / ways), min(shares, ways)
-            rescales = math.ceil(own / 8) - 1 + math.ceil(sums / 2) - 1
-            costs.append((levels + 2 + rescales, roundings + own + sums + rescales))
+            # Shares of a thread likewise (or in batches of 8), then the threads' sums in a tree.
+            own, depth = math.ceil(shares / ways), math.ceil(math.log2(min(shares, ways)))
+            rescales = math.ceil(own / 4) - 1
+            costs.append((levels + 1 + rescales + depth, roundings + own + rescales + 2 * depth))
         return max(costs)
 
     @property

@@ -39,7 +39,7 @@ def readable(case: Case) -> Arithmetic:
 
 def tensor_cores(case: Case) -> Arithmetic:
     """`partial_mma.cu` with `merge.cu`, or `balanced.cu`; the arithmetic of both is in tile.cuh and stream.cuh."""
-    config = balanced.default_config(case.head_dim, case.group_size, case.num_kv_heads)
+    config = balanced.default_config(case.head_dim, case.group_size)
     float16 = case.dtype == "float16"
     return Arithmetic(
         dot="mma",
@@ -47,9 +47,9 @@ def tensor_cores(case: Case) -> Arithmetic:
         dot_chains=2,
         # The scale is the unit of Softmax: it multiplies differences.
         score="bare",
-        # WeightFormat: as many parts as the type of what is stored asks for, FOLD = 2^10 and LAZY = 5 for float16, 1 and 0 else.
+        # WeightFormat: as many parts as the type of what is stored asks for, FOLD 2^10 and LAZY 5 for float16, else 2^-1 and 0.
         p=f"{case.dtype}x{balanced.p_parts(case.dtype, _first_stored(case))}",
-        p_shift=10 if float16 else 0,
+        p_shift=10 if float16 else -1,
         lazy=5.0 if float16 else 0.0,
         l_from_p=True,
         # accumulate(): each tile from zero, then added to nearest.
@@ -57,8 +57,7 @@ def tensor_cores(case: Case) -> Arithmetic:
         # store_states(): a lane's own tokens, then the 8 lanes of a head.
         l_sum="lanes",
         tile=balanced.TILE,
-        # SLOTS: the warps of one KV head.
-        states=config.warps // config.kv_heads,
+        states=config.warps,
         # scaled_lse(): the scaled maximum is a pair, and ln2 too.
         lse_m=0.0,
         share_ways=_share_ways(case, config) if case.schedule == "balanced" else (),
@@ -76,24 +75,25 @@ def _first_stored(case: Case) -> str:
 
 
 def _share_ways(case: Case, config: balanced.Config) -> tuple[int, ...]:
-    """merge_request(): threads for each four columns of a head, for a full chunk of heads and for the last."""
+    """merge_request(): lanes for each four columns of a head, for a full chunk of heads and for the last."""
     full = balanced.chunk_heads(case.head_dim, case.group_size)
     last = case.group_size - full * (balanced.chunks(case.head_dim, case.group_size) - 1)
-    items = {config.kv_heads * heads * case.head_dim // 4 for heads in (full, last)}
-    return tuple(sorted({max(1, 32 * config.warps // n) for n in items}))
+    # Deal: a warp's part of the items, and the power of two of lanes that holds it.
+    each = {-(-heads * case.head_dim // 4 // config.warps) for heads in (full, last)}
+    return tuple(sorted({32 // min(32, 1 << (n - 1).bit_length()) for n in each}))
 
 
 def balanced_orders(lens: list[int], page_size: int, grid: balanced.Grid) -> list[Order]:
     """Each request's shares, as `cut_batch` in cut.cuh makes them, walked in tiles by the warps of a block in turn."""
-    unit, slots = balanced.unit_tokens(page_size), grid.config.warps // grid.config.kv_heads
+    unit, warps = balanced.unit_tokens(page_size), grid.config.warps
     units = [-(-n // unit) for n in lens]
-    least = math.ceil(grid.config.min_tiles * slots * balanced.TILE / unit)
+    least = math.ceil(grid.config.min_tiles * warps * balanced.TILE / unit)
     per_share = max(least, -(-sum(units) // grid.shares))
     orders, begin = [], 0
     for n, count in zip(lens, units, strict=True):
         # Cuts are where a share begins inside the request.
         inside = range(-(-begin // per_share) * per_share, begin + count, per_share)
         cuts = sorted({0, *((cut - begin) * unit for cut in inside), n})
-        orders.append(tiled_order([range(a, b) for a, b in pairwise(cuts)], balanced.TILE, slots))
+        orders.append(tiled_order([range(a, b) for a, b in pairwise(cuts)], balanced.TILE, warps))
         begin += count
     return orders

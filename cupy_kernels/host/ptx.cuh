@@ -8,10 +8,9 @@ inline float ex2(float x) {
 }
 
 inline uint4 load_streaming(const void* address) { return *static_cast<const uint4*>(address); }
-inline uint2 load_streaming_8(const void* address) { return *static_cast<const uint2*>(address); }
-inline unsigned load_streaming_4(const void* address) { return *static_cast<const unsigned*>(address); }
-inline uint4 load_shared(const void* address) { return *static_cast<const uint4*>(address); }
+inline uint4 load_shared_16(const void* address) { return *static_cast<const uint4*>(address); }
 inline uint2 load_shared_8(const void* address) { return *static_cast<const uint2*>(address); }
+inline unsigned load_shared_4(const void* address) { return *static_cast<const unsigned*>(address); }
 inline int lane_index() { return cuda::my_lane(); }
 
 namespace cuda {

@@ -12,11 +12,20 @@ struct Batch {
 // Units [begin, end) of all requests end to end; `row_begin` of them lie before `request`, in which `begin` lies.
 struct Share { int begin, end, per_share, request, row_begin; };
 
-// On to the next request with tokens. By one thread.
-__device__ __forceinline__ void next_request(Share& share, const Batch& batch) {
-    do share.row_begin += batch.units(share.request++);
-    while (batch.units(share.request) == 0);
-    share.begin = share.row_begin;
+// What of a request is in a share: these tokens. It has units [row_begin, row_end). No request: -1.
+struct Part { int request, row_begin, row_end; Range tokens; };
+
+// Takes the first part off a share.
+__device__ __forceinline__ Part next_part(Share& left, const Batch& batch) {
+    while (left.begin < left.end) {
+        const int request = left.request++, row_begin = left.row_begin, row_end = row_begin + batch.units(request);
+        const int skipped = left.begin - row_begin, unit = batch.unit_tokens;
+        left.begin = left.row_begin = row_end;
+        const long long last = (long long)(left.end - row_begin) * unit;
+        if (row_begin + skipped < row_end)
+            return {request, row_begin, row_end, {skipped * unit, (int)min((long long)batch.length(request), last)}};
+    }
+    return {-1, 0, 0, {0, 0}};
 }
 
 // The cut for share `index`, into shared memory. Each thread counts a run of requests, and a scan over the block tells what lies

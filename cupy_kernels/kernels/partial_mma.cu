@@ -6,6 +6,18 @@
 // Constants: KV (q, K, V), OUT (stored o), HEAD_DIM, N_TILES, P_PARTS, WHOLE_TILES, WARPS, BLOCKS_PER_SM.
 #include "stream.cuh"
 
+struct OneSpan {
+    Span span;
+    bool left;
+
+    __device__ bool next(Span& next) {
+        if (!left) return false;
+        next = span;
+        left = false;
+        return true;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_mma(
     const KV* __restrict__ q,              // [batch_size, num_q_heads, head_dim] by its strides, rows aligned to 16 bytes
     const KV* __restrict__ k_cache,        // [pool_pages, page_size, num_kv_heads, head_dim] by its strides, rows aligned likewise
@@ -45,21 +57,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
 
     DYNAMIC_SHARED(float4, shared);
     const Exchange exchange = exchange_at(shared, heads);
-    const Work work = {
-        {page_table + request * page_table_stride, page_size},
-        split_tokens(length, page_size, split, num_splits, pages_per_split),
-        q + request * q_batch_stride + first_head * q_head_stride,
+    const Heads q_heads = {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads, scale_log2};
+    const Range tokens = split_tokens(length, page_size, split, num_splits, pages_per_split);
+    const float scale = fabsf(scale_log2);
+    Feed<OneSpan> feed = {
+        {{{page_table + request * page_table_stride, page_size}, tokens}, true},
         {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
-        {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride},
-        q_head_stride, k_head_stride, v_head_stride, group_size, heads, scale_log2};
-    attend(work, exchange);
+        {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}};
+    const QPart q_part = load_q(q_heads);
+    feed.start();
+    store_q(exchange.q, q_part);
+    __syncthreads();
+    attend(feed, tokens, scale, heads, exchange);
+    __syncthreads();
 
     // o[request, head, split, :] and lse[request, head, split]; an empty split writes (0, -inf) through the same lines.
     const Output output = {
         o + request * o_batch_stride + first_head * o_head_stride + split * o_split_stride,
         lse + request * lse_batch_stride + first_head * lse_head_stride + split * lse_split_stride,
         o_head_stride, lse_head_stride, natural != 0};
-    const float scale = fabsf(scale_log2);
     for (int i = threadIdx.x; i < heads * COLUMNS; i += THREADS)
-        output.write(block_state(exchange, scale, 0, i / COLUMNS, heads, i % COLUMNS), scale, i / COLUMNS, i % COLUMNS);
+        output.write(block_state(exchange, scale, i / COLUMNS, heads, i % COLUMNS), scale, i / COLUMNS, i % COLUMNS);
 }

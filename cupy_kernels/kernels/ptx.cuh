@@ -15,29 +15,22 @@ __device__ __forceinline__ uint4 load_streaming(const void* address) {
     return r;
 }
 
-// The same for pieces of 8 and 4 bytes, aligned to their size.
-__device__ __forceinline__ uint2 load_streaming_8(const void* address) {
-    uint2 r;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(address));
-    return r;
-}
-__device__ __forceinline__ unsigned load_streaming_4(const void* address) {
-    unsigned r;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(r) : "l"(address));
-    return r;
-}
-
-// 16 or 8 bytes of shared memory, read where it stands: a compiler that knows them constant would keep them in registers, and spill.
-__device__ __forceinline__ uint4 load_shared(const void* address) {
+// 16, 8 or 4 bytes of shared memory, read where it stands: a compiler that knows them constant would keep them in registers.
+__device__ __forceinline__ uint4 load_shared_16(const void* address) {
     uint4 r;
-    asm volatile("ld.volatile.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"((unsigned)__cvta_generic_to_shared(address)));
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"((unsigned)__cvta_generic_to_shared(address)) : "memory");
     return r;
 }
 __device__ __forceinline__ uint2 load_shared_8(const void* address) {
     uint2 r;
-    asm volatile("ld.volatile.shared.v2.u32 {%0, %1}, [%2];"
-                 : "=r"(r.x), "=r"(r.y) : "r"((unsigned)__cvta_generic_to_shared(address)));
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(r.x), "=r"(r.y) : "r"((unsigned)__cvta_generic_to_shared(address)) : "memory");
+    return r;
+}
+__device__ __forceinline__ unsigned load_shared_4(const void* address) {
+    unsigned r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"((unsigned)__cvta_generic_to_shared(address)) : "memory");
     return r;
 }
 

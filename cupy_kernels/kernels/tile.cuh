@@ -1,32 +1,24 @@
 // What one warp does with a tile of 16 tokens of one KV head on tensor cores: S^T = K Q^T, weights, O^T += V^T P^T.
 //
 // Tokens (in S) and head_dim (in O) lie on the 16 rows of an MMA and query heads on its 8 columns, so that up to 8 heads cost one
-// N tile and padding is free. K and V go from global memory straight into MMA operands: a sum over columns may run over them in any
-// order, so a lane loads 16 contiguous bytes where the instruction speaks of scattered pairs, and q is read in the same order.
-// Throughout, lane = 4 g + t; operands as in ptx.cuh.
+// N tile and padding is free. A sum over columns may run over them in any order, so a lane has 16 contiguous bytes of K where the
+// instruction speaks of scattered pairs, and q is read in the same order. Throughout, lane = 4 g + t; operands as in ptx.cuh.
 //
 // Constants: KV (__half or __nv_bfloat16), HEAD_DIM, N_TILES (of 8 query heads), P_PARTS, WHOLE_TILES (page_size % 16 == 0).
-#include "types.cuh"
-#include "ptx.cuh"
+#include "copy.cuh"
 #include "state.cuh"
-#include "pages.cuh"
 
-#define TILE 16
 #define N_HEADS (8 * N_TILES)
-// Words of two elements: of a K row that 4 lanes share, of a V row that 8 lanes share.
-#define K_WORDS (HEAD_DIM / 8)
-#define V_WORDS (HEAD_DIM / 16)
-static_assert(HEAD_DIM % 16 == 0 && V_WORDS % 4 != 3, "a lane's part of a row must be made of pieces of 16, 8 and 4 bytes");
-static_assert(P_PARTS >= 1 && P_PARTS <= 3, "three bfloat16 hold a float32");
 
 // How p is cut into 16-bit parts: p * FOLD = part 0 + part 1 * UNIT + ...
 template <class T> struct WeightFormat;
 // float16 has few exponents: small p are folded up, remainders are kept 2^11 times larger. A maximum that lies up to 2^LAZY above m
 // needs no rescaling, as long as FOLD * 2^LAZY stays below 65504.
 template <> struct WeightFormat<__half> { static constexpr float FOLD = 1024.f, UNIT = 1.f / 2048, LAZY = 5.f; };
-// bfloat16 has the exponents of float32, V may use them all, so p must not exceed 1.
-template <> struct WeightFormat<__nv_bfloat16> { static constexpr float FOLD = 1.f, UNIT = 1.f, LAZY = 0.f; };
+// bfloat16 has the exponents of float32, V may use them all, so p must not exceed 1. (FOLD 1 would do, but then ptxas spills.)
+template <> struct WeightFormat<__nv_bfloat16> { static constexpr float FOLD = 0.5f, UNIT = 1.f, LAZY = 0.f; };
 using Format = WeightFormat<KV>;
+static_assert(P_PARTS == 1 || P_PARTS == 2 || (P_PARTS == 3 && Format::UNIT == 1.f), "three bfloat16 hold a float32");
 
 __device__ __forceinline__ unsigned pack(float a, float b, __half) {
     const __half2 pair = __floats2half2_rn(a, b);
@@ -43,67 +35,6 @@ __device__ __forceinline__ float2 unpack(unsigned word, __nv_bfloat16) {
     return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
-// Column of the first element of piece `piece` of a row that LANES lanes share: 16 bytes a lane, then one smaller rest.
-template <int LANES> __device__ __forceinline__ int column_of(int lane, int piece) {
-    constexpr int WORDS = HEAD_DIM / 2 / LANES, PIECES = WORDS / 4, REST = WORDS % 4;
-    return piece * LANES * 8 + lane * (piece < PIECES ? 8 : 2 * REST);
-}
-
-// A lane's words of such a row in global memory.
-template <int LANES, int WORDS> __device__ __forceinline__ void load_row(unsigned (&words)[WORDS], const KV* row, int lane) {
-    constexpr int PIECES = WORDS / 4, REST = WORDS % 4;
-    const KV* first = row + column_of<LANES>(lane, 0);
-    #pragma unroll
-    for (int piece = 0; piece < PIECES; piece++) {
-        const uint4 x = load_streaming(first + piece * LANES * 8);
-        words[4 * piece] = x.x, words[4 * piece + 1] = x.y, words[4 * piece + 2] = x.z, words[4 * piece + 3] = x.w;
-    }
-    const KV* rest = row + column_of<LANES>(lane, PIECES);
-    if constexpr (REST == 1) words[WORDS - 1] = load_streaming_4(rest);
-    if constexpr (REST == 2) {
-        const uint2 x = load_streaming_8(rest);
-        words[WORDS - 2] = x.x, words[WORDS - 1] = x.y;
-    }
-}
-
-// K of one KV head, or V: its first element in page 0, and strides in elements.
-struct Cache {
-    const KV* base;
-    long long page_stride;
-    int slot_stride;
-};
-
-// Page and slot of the tile's token lane % 16; of its first token where a page holds the whole tile. Past `end` the last token is
-// repeated: what is not visible is never read, neither its page id nor its slot.
-struct Place { int page, slot; };
-__device__ __forceinline__ Place place_of(const PagedRow& pages, int first, int end, int lane) {
-    const unsigned token = WHOLE_TILES ? first : min(first + lane % TILE, end - 1), size = pages.page_size;
-    return {pages.page_table[token / size], (int)(token % size)};
-}
-__device__ __forceinline__ const KV* row_at(const Cache& cache, const Place& place, int row, int last_row) {
-    int page = place.page, slot = place.slot + min(row, last_row);
-    if (!WHOLE_TILES) {
-        page = __shfl_sync(0xffffffffu, place.page, row);
-        slot = __shfl_sync(0xffffffffu, place.slot, row);
-    }
-    return cache.base + page * cache.page_stride + (long long)slot * cache.slot_stride;
-}
-
-struct Tile {
-    unsigned k[2][K_WORDS];  // of tokens g, g + 8
-    unsigned v[4][V_WORDS];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9
-};
-__device__ __forceinline__ int v_token(int i, int t) { return 2 * t + i % 2 + i / 2 * 8; }
-
-__device__ __forceinline__ void load_k(Tile& tile, const Cache& k, const Place& place, int last_row, int lane) {
-    #pragma unroll
-    for (int i = 0; i < 2; i++) load_row<4>(tile.k[i], row_at(k, place, lane / 4 + 8 * i, last_row), lane % 4);
-}
-__device__ __forceinline__ void load_v(Tile& tile, const Cache& v, const Place& place, int last_row, int lane) {
-    #pragma unroll
-    for (int i = 0; i < 4; i++) load_row<8>(tile.v[i], row_at(v, place, v_token(i, lane % 4), last_row), lane / 4);
-}
-
 // The attention state of a warp for its query heads, undivided: lane (g, t) has heads 8 n + 2t and the next; l is over its own
 // tokens only until store_states() adds them up. acc[n][j]: word j's first column for both heads, then its second.
 struct WarpState {
@@ -114,45 +45,40 @@ struct WarpState {
 // Rows of q in shared memory, one a query head, this many elements apart: 16 bytes of 8 neighbouring lanes then fill all 32 banks.
 #define Q_STRIDE ((HEAD_DIM + 31) / 64 * 64 + 32)
 
-// sum += k . q over 16 columns: words i, i + 1 of the lane's K rows, and of q.
-__device__ __forceinline__ void dot_step(float (&sum)[4], const Tile& tile, int i, unsigned q0, unsigned q1) {
-    const unsigned a[4] = {tile.k[0][i], tile.k[1][i], tile.k[0][i + 1], tile.k[1][i + 1]};
-    mma_16x8x16(sum, a, q0, q1, KV());
-}
-
 // s[n] = q . k: of tokens g (two words) and g + 8 for heads 8 n + 2t and the next. Two sums side by side: half the wait, and half
 // of what the tensor cores truncate.
-__device__ __forceinline__ void dots(float (&s)[N_TILES][4], const Tile& tile, const KV* q, int lane) {
-    constexpr int PIECES = K_WORDS / 4;
+__device__ __forceinline__ void dots(float (&s)[N_TILES][4], const char* slot, const KV* q, int lane) {
+    float sums[N_TILES][2][4] = {};
     #pragma unroll
-    for (int n = 0; n < N_TILES; n++) {
-        const KV* row = q + (8 * n + lane / 4) * Q_STRIDE;
-        float sums[2][4] = {};
+    for (int piece = 0; piece < (K_WORDS + 3) / 4; piece++) {
+        const uint4 k0 = load_words<false, 4>(slot, lane / 4, lane % 4, 4 * piece);
+        const uint4 k1 = load_words<false, 4>(slot, lane / 4 + 8, lane % 4, 4 * piece);
+        const unsigned low[4] = {k0.x, k1.x, k0.y, k1.y}, high[4] = {k0.z, k1.z, k0.w, k1.w};
         #pragma unroll
-        for (int piece = 0; piece < PIECES; piece++) {
-            const uint4 x = load_shared(row + column_of<4>(lane % 4, piece));
-            dot_step(sums[0], tile, 4 * piece, x.x, x.y);
-            dot_step(sums[1], tile, 4 * piece + 2, x.z, x.w);
+        for (int n = 0; n < N_TILES; n++) {
+            const KV* at = q + (8 * n + lane / 4) * Q_STRIDE + column_of<4>(lane % 4, piece);
+            if (piece < K_WORDS / 4) {
+                const uint4 x = load_shared_16(at);
+                mma_16x8x16(sums[n][0], low, x.x, x.y, KV());
+                mma_16x8x16(sums[n][1], high, x.z, x.w, KV());
+            } else {
+                const uint2 x = load_shared_8(at);
+                mma_16x8x16(sums[n][0], low, x.x, x.y, KV());
+            }
         }
-        if constexpr (K_WORDS % 4 == 2) {
-            const uint2 x = load_shared_8(row + column_of<4>(lane % 4, PIECES));
-            dot_step(sums[0], tile, 4 * PIECES, x.x, x.y);
-        }
-        #pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] = sums[0][i] + sums[1][i];
     }
+    #pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = sums[n][0][i] + sums[n][1][i];
 }
 
-// Tokens past the end weigh nothing: their scores are replaced, whatever they are, and so are their V.
-__device__ __forceinline__ void hide_rows(float (&s)[N_TILES][4], Tile& tile, int last_row, int lane) {
+// Tokens past the end weigh nothing: their scores are replaced. (Their V are zeros.)
+__device__ __forceinline__ void hide_rows(float (&s)[N_TILES][4], int last_row, int lane) {
     #pragma unroll
     for (int n = 0; n < N_TILES; n++)
         #pragma unroll
         for (int i = 0; i < 4; i++) s[n][i] = lane / 4 + i / 2 * 8 > last_row ? NEG_INF : s[n][i];
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-        #pragma unroll
-        for (int j = 0; j < V_WORDS; j++) tile.v[i][j] = v_token(i, lane % 4) > last_row ? 0u : tile.v[i][j];
 }
 
 // Raises every maximum to what this tile holds, and rescales. Seldom needed.
@@ -206,27 +132,35 @@ __device__ __forceinline__ void weigh(unsigned (&p)[N_TILES][P_PARTS][2], WarpSt
         }
 }
 
+__device__ __forceinline__ unsigned word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// Words of V a lane reads at once: 4 cost the least, registers decide.
+#define V_AT_ONCE (HEAD_DIM > 128 || N_TILES * P_PARTS == 6 ? 1 : HEAD_DIM > 64 && N_TILES == 1 ? 4 : 2)
+
 // acc += V^T P^T. Each tile's product starts from zero and is added in float32, to nearest: tensor cores truncate, and in a running
-// sum that would add up to a drift with the number of tokens.
-__device__ __forceinline__ void accumulate(WarpState& state, const Tile& tile, const unsigned (&p)[N_TILES][P_PARTS][2]) {
+// sum that would add up to a drift with the number of tokens. Of the parts of p after the first, truncation does not matter.
+__device__ __forceinline__ void accumulate(
+    WarpState& state, const char* slot, const unsigned (&p)[N_TILES][P_PARTS][2], int lane) {
     #pragma unroll
-    for (int j = 0; j < V_WORDS; j++) {
-        // Row g of this block of V^T is the first column of word j, row g + 8 the second; tokens are paired along a row.
-        unsigned a[4];
+    for (int first = 0; first < V_WORDS; first += V_AT_ONCE) {
+        uint4 v[4];
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-            a[i] = __byte_perm(tile.v[i / 2 * 2][j], tile.v[i / 2 * 2 + 1][j], i % 2 ? 0x7632 : 0x5410);
+        for (int i = 0; i < 4; i++) v[i] = load_words<true, V_AT_ONCE>(slot, v_token(i, lane % 4), lane / 4, first);
         #pragma unroll
-        for (int n = 0; n < N_TILES; n++) {
-            float products[P_PARTS][4] = {};
+        for (int j = first; j < first + V_AT_ONCE && j < V_WORDS; j++) {
+            // Row g of this block of V^T is the first column of word j, row g + 8 the second; tokens are paired along a row.
+            unsigned a[4];
             #pragma unroll
-            for (int part = 0; part < P_PARTS; part++) mma_16x8x16(products[part], a, p[n][part][0], p[n][part][1], KV());
+            for (int i = 0; i < 4; i++)
+                a[i] = __byte_perm(word_of(v[i / 2 * 2], j - first), word_of(v[i / 2 * 2 + 1], j - first), i % 2 ? 0x7632 : 0x5410);
             #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float sum = products[P_PARTS - 1][i];
+            for (int n = 0; n < N_TILES; n++) {
+                float high[4] = {}, low[4] = {};
+                mma_16x8x16(high, a, p[n][0][0], p[n][0][1], KV());
                 #pragma unroll
-                for (int part = P_PARTS - 2; part >= 0; part--) sum = fmaf(sum, Format::UNIT, products[part][i]);
-                state.acc[n][j][i] += sum;
+                for (int part = P_PARTS - 1; part > 0; part--) mma_16x8x16(low, a, p[n][part][0], p[n][part][1], KV());
+                #pragma unroll
+                for (int i = 0; i < 4; i++) state.acc[n][j][i] += P_PARTS == 1 ? high[i] : fmaf(low[i], Format::UNIT, high[i]);
             }
         }
     }
