@@ -26,53 +26,41 @@ from . import accuracy, timing
 from .cases import BenchCase, PageSets, build, select
 from .floor import read_floor
 
-# What is tried, by name: for up to 8 query heads a block, for 16, for small heads.
+# What is tried, by name, warps x blocks an SM: for up to 8 query heads a block, for 16, for small heads.
 SMALL_GROUP = {
-    "8x1": Config(8, 1, 1),
-    "4x2": Config(4, 1, 2),
-    "4x3": Config(4, 1, 3),
-    "12x1": Config(12, 1, 1),
-    "8x1-h2": Config(8, 2, 1),
-    "8x1-h8": Config(8, 8, 1),
-    "4x3-h4": Config(4, 4, 3),
-    "12x1-h4": Config(12, 4, 1),
-    "8x1-min2": Config(8, 1, 1, 2),
-    "4x2-min2": Config(4, 1, 2, 2),
-    "4x3-min2": Config(4, 1, 3, 2),
+    "8x1": Config(8),
+    "4x2": Config(4, 2),
+    "12x1": Config(12),
+    "4x3": Config(4, 3),
+    "8x1-min2": Config(8, 1, 2),
 }
-LARGE_GROUP = {
-    "8x1": Config(8, 1, 1),
-    "4x2": Config(4, 1, 2),
-    "8x1-h2": Config(8, 2, 1),
-    "8x1-h8": Config(8, 8, 1),
-    "4x2-h4": Config(4, 4, 2),
-}
-SMALL_HEAD = {
-    "4x4": Config(4, 1, 4),
-    "4x5": Config(4, 1, 5),
-    "8x2": Config(8, 1, 2),
-    "8x1": Config(8, 1, 1),
-    "4x4-h4": Config(4, 4, 4),
-    "8x2-h8": Config(8, 8, 2),
-}
+LARGE_GROUP = {"8x1": Config(8), "4x2": Config(4, 2)}
+SMALL_HEAD = {"8x2": Config(8, 2), "4x4": Config(4, 4), "16x1": Config(16), "8x1": Config(8)}
 
-DOTS = "        dots(s, tile, q_shared + kv * N_HEADS * Q_STRIDE, lane);\n"
-WEIGH = "        weigh(p, state, s);\n        accumulate(state, tile, p);\n"
-FOLD = """
-        unsigned {0}_fold = 0;
-        #pragma unroll
-        for (int i = 0; i < {1}; i++)
-            #pragma unroll
-            for (int j = 0; j < {2}; j++) {0}_fold ^= tile.{0}[i][j];
+SCORES = """        float s[N_TILES][4];
+        dots(s, slot, exchange.q, lane);
+        if (first + TILE > tokens.end) hide_rows(s, tokens.end - 1 - first, lane);
+        unsigned p[N_TILES][P_PARTS][2];
+        weigh(p, state, s);
 """
+PRODUCTS = "        accumulate(state, slot, p, lane);\n"
+# Something has to be read, or the loads are left out too.
 LOADS_ONLY = (
-    ("stream.cuh", DOTS, FOLD.format("k", 2, "K_WORDS") + "        s[0][0] = __uint_as_float(k_fold);\n"),
-    ("stream.cuh", WEIGH, FOLD.format("v", 4, "V_WORDS")
-     + "        state.acc[0][0][0] += __uint_as_float(v_fold) + s[0][0];\n"),
-)  # fmt: skip
-NO_MERGE = (("balanced.cu", "        if (row.pieces > 1) {\n            __syncthreads();\n", "        if (false) {\n"),)
+    ("stream.cuh", SCORES, ""),
+    ("stream.cuh", PRODUCTS, "        state.acc[0][0][0] += *(float*)(slot + 4 * lane);\n"),
+)
+MERGE = "        if (row.pieces == 1 || deal.count == 0) continue;\n"
+NO_MERGE = (("balanced.cu", MERGE, "        if (batch_size > 0) continue;\n"),)
+CUT = "    cut_batch(left, batch, share, gridDim.z, min_units);\n"
 # Left out of a configuration, by suffix.
-STAGES = {"": (), "/loads": LOADS_ONLY, "/loads,no merge": LOADS_ONLY + NO_MERGE, "/no merge": NO_MERGE}
+STAGES = {
+    "": (),
+    "/loads": LOADS_ONLY,
+    "/loads,no merge": LOADS_ONLY + NO_MERGE,
+    "/no merge": NO_MERGE,
+    "/cut": (("balanced.cu", CUT, CUT + "    if (batch_size > 0) return;\n"),),
+    "/empty": (("balanced.cu", CUT, "    if (batch_size > 0) return;\n" + CUT),),
+}
 
 PAGED_FLOOR = r"""
 // Whole pages in the order of the page table, K then V of each: 256 threads take a page, 8 loads of 16 bytes a thread at once.
@@ -103,8 +91,7 @@ def configs(case: BenchCase, only: frozenset[str] = frozenset()) -> dict[str, Co
     """Those that suit the case; of these names, if any are given."""
     group = case.num_q_heads // case.num_kv_heads
     table = SMALL_HEAD if case.head_dim <= 64 else LARGE_GROUP if group > balanced.N_TILE else SMALL_GROUP
-    table = {name: config for name, config in table.items() if not only or name in only}
-    return {name: config for name, config in table.items() if case.num_kv_heads % config.kv_heads == 0}
+    return {name: config for name, config in table.items() if not only or name in only}
 
 
 def paged_floor(sets: PageSets) -> float:
@@ -155,22 +142,25 @@ def caller(sets: PageSets, config: Config) -> Callable[[int], Any]:
 def compile_all(cases: list[BenchCase], stages: dict[str, tuple], only: frozenset[str]) -> Iterator[str]:
     """Compiles what the cases need, side by side; yields a line a kernel."""
 
-    def one(values: tuple[tuple[str, Any], ...], patches: tuple) -> str:
+    def one(label: str, kernel: jit.Kernel) -> str:
         start = time.perf_counter()
-        with_patches = jit._kernel("balanced.cu", "balanced", values, patches)
-        kernel = with_patches._compiled(0)
-        kernel.compile()
-        used = f"{kernel.num_regs} registers, {kernel.local_size_bytes} bytes local, {kernel.shared_size_bytes} static"
-        return f"{dict(values)}: {used}, {time.perf_counter() - start:.1f} s"
+        compiled = kernel._compiled(0)
+        compiled.compile()
+        used = f"{compiled.num_regs} registers, {compiled.local_size_bytes} bytes local, {compiled.shared_size_bytes} static"
+        return f"{label}: {used}, {time.perf_counter() - start:.1f} s"
 
-    wanted = {
-        (tuple(sorted(balanced.constants(
-            case.dtype, case.dtype, case.head_dim, case.num_q_heads // case.num_kv_heads, case.page_size, config
-        ).items())), patches)
-        for case in cases for config in configs(case, only).values() for patches in stages.values()
-    }  # fmt: skip
+    wanted = {}
+    for suffix, patches in stages.items():
+        # A kernel takes its patches from the settings it is made under.
+        with jit.settings(patches=patches):
+            for case in cases:
+                for name, config in configs(case, only).items():
+                    group = case.num_q_heads // case.num_kv_heads
+                    values = balanced.constants(case.dtype, case.dtype, case.head_dim, group, case.page_size, config)
+                    kernel = jit.kernel("balanced.cu", "balanced", **values)
+                    wanted[kernel] = f"D {case.head_dim}, group {group}, {name}{suffix}"
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        futures = {pool.submit(one, *key): key for key in wanted}
+        futures = {pool.submit(one, label, kernel): label for kernel, label in wanted.items()}
         for future in concurrent.futures.as_completed(futures):
             try:
                 yield future.result()
