@@ -99,9 +99,9 @@ def launches(problem: DecodeProblem, cut: Cut, out: Any, lse: Any) -> list[jit.L
 def split_decode(
     q: Any, k_cache: Any, v_cache: Any, page_table: Any, context_lens: Any, *, sm_scale: float | None = None,
     layout: str = "NHD", schedule: str | None = None, num_splits: int | None = None, pages_per_split: int | None = None,
-    window: int | None = None, softcap: float | None = None, alibi_slopes: Any = None, k_scale: float = 1.0,
-    v_scale: float = 1.0, kv_dtype: str | None = None, lse_base: str = "e", partial_dtype: Any = "float32", out: Any = None,
-    lse_out: Any = None, check_values: bool = False,
+    window: int | None = None, softcap: float | None = None, sinks: Any = None, alibi_slopes: Any = None,
+    k_scale: float = 1.0, v_scale: float = 1.0, kv_dtype: str | None = None, lse_base: str = "e",
+    partial_dtype: Any = "float32", out: Any = None, lse_out: Any = None, check_values: bool = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """The first pass of `paged_decode` alone: the attention state of every split, for `merge_states` or for a look.
 
@@ -118,8 +118,8 @@ def split_decode(
     problem = check_problem(
         q, k_cache, v_cache, page_table, context_lens, sm_scale=sm_scale, layout=layout, lse_base=lse_base,
         check_values=check_values,
-        not_yet={"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes, "k_scale": k_scale, "v_scale": v_scale,
-                 "kv_dtype": kv_dtype},
+        not_yet={"window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes,
+                 "k_scale": k_scale, "v_scale": v_scale, "kv_dtype": kv_dtype},
     )  # fmt: skip
     if schedule is None:
         schedule = "uniform" if pages_per_split is None else "fixed"
