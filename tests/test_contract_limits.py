@@ -103,8 +103,6 @@ LATER = {
 def test_rule_9_and_11_an_option_to_come_is_refused_by_name(xp, head_dim, name):
     args = paged((37,), head_dim=head_dim)
     for call in (paged_decode, split_decode):
-        if call is split_decode and name == "sinks":
-            continue
         with pytest.raises(NotImplementedError, match=f"^{name}: expected .*, got "):
             decode(xp, args, call, **{name: LATER[name]})
         decode(xp, args, call, **{name: NOT_YET[name]})
