@@ -48,7 +48,8 @@ def test_keep(verify, tmp_path, monkeypatch):
 
 
 def test_default_lists():
-    assert default_lists("cpu", "full") == default_lists("gpu", "quick") == ["smoke", "edge", "sweep", "regressions"]
+    assert default_lists("cpu", "quick") == ["smoke", "edge", "sweep", "regressions"]
+    assert default_lists("cpu", "full") == default_lists("gpu", "quick") == ["smoke", "edge", "sweep", "long", "regressions"]
     assert default_lists("gpu", "full") == list(LISTS)
     # What a full run on a GPU promises.
     outputs = sum(len(case.context_lens) * case.num_q_heads * case.head_dim for name in LISTS for case in LISTS[name])

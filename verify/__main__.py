@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "--cases",
         type=_names,
         metavar=names,
-        help="lists of cases alone; without it all (large: on a GPU, --depth full), and every other part",
+        help="lists of cases alone; without it, those that the device and depth have time for, and every other part",
     )
     chosen.add_argument("--depth", choices=tuple(run.SEEDS), default="quick", help="full: every case with several seeds")
     chosen.add_argument("--workers", type=int, metavar="N", help="processes that share the work; the cores, by default")

@@ -135,13 +135,18 @@ def _sweep() -> list[Case]:
         for context in (256, 1024)
         for num_splits in (1, 8)
     ]
+    return [*cases, *readable(case for case in cases if case.context_lens == (256,))]
+
+
+def _long() -> list[Case]:
+    """The sweep's longer half: sums that are long enough to drift, and several tiles of a warp in each share."""
     long = ("normal", "offset_plus", "ramp_up", "sink_first", "pos_v", "split_flip", "split_flip_off", "cancel")
-    cases += [
+    cases = [
         Case(f"sweep-{name}-4096-{num_splits}", family=name, context_lens=(4096,), num_splits=num_splits, dtype=dtype)
         for name, dtype in zip(long, ["float16", "bfloat16"] * 4, strict=True)
         for num_splits in (1, 4, 16, 64)
     ]
-    cases += readable(case for case in list(cases) if case.context_lens == (256,) or case.num_splits == 16)
+    cases += readable(case for case in list(cases) if case.num_splits == 16)
     # Many KV heads leave few shares to each: several tiles a warp, and shares that end in the middle of a request.
     heads: dict[str, Any] = {"context_lens": (700, 300), "num_q_heads": 24, "num_kv_heads": 24, "head_dim": 128}
     for name, dtype in zip(long, ["float16", "bfloat16"] * 4, strict=True):
@@ -174,14 +179,15 @@ def _large() -> list[Case]:
     return [*cases, *readable(case for case in cases if case.name.endswith(("-4096", "-8192-8")))]
 
 
-edge, sweep, large = _edge(), _sweep(), _large()
+edge, sweep, long, large = _edge(), _sweep(), _long(), _large()
 LISTS = {
-    "smoke": smoke, "edge": edge, "sweep": sweep, "large": large,
+    "smoke": smoke, "edge": edge, "sweep": sweep, "long": long, "large": large,
     # with the seeds they were found with
     "regressions": [frozen.case for frozen in REGRESSIONS],
 }  # fmt: skip
 
 
 def default_lists(device: str, depth: str) -> list[str]:
-    """What is run where nobody chose: large cases take a GPU, and many cores for their budgets."""
-    return [name for name in LISTS if name != "large" or (device == "gpu" and depth == "full")]
+    """What is run where nobody chose: long cases take a GPU or time, large ones a GPU, and many cores for their budgets."""
+    left_out = {("cpu", "quick"): ("long", "large"), ("gpu", "full"): ()}.get((device, depth), ("large",))
+    return [name for name in LISTS if name not in left_out]
