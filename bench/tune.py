@@ -132,7 +132,7 @@ def caller(sets: PageSets, config: Config) -> Callable[[int], Any]:
     calls, workspace = problems(sets), balanced.Workspace.of(xp, grid)
 
     def call(i: int) -> Any:
-        balanced.launch_balanced(calls[i], sets.out[i], sets.lse[i], grid, workspace)
+        balanced.bind_balanced(calls[i], sets.out[i], sets.lse[i], grid, workspace)()
         return sets.out[i]
 
     call.workspace = workspace  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""schedule="balanced": which calls the tensor-core kernel takes, its constants, its workspace, its launch."""
+"""The tensor-core kernels, balanced.cu and partial_mma.cu: which calls they take, their constants, workspace and launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from . import jit
 from .arrays import data_pointer, element_strides
-from .problem import DecodeProblem
+from .problem import MAX_GRID_YZ, DecodeProblem
 
 DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
@@ -86,7 +86,7 @@ def unit_tokens(page_size: int) -> int:
 
 
 def refusal(problem: DecodeProblem) -> str | None:
-    """Why the tensor-core kernel can't take this call, or None if it can. Nothing is read from the device."""
+    """Why the tensor-core kernels can't take this call, or None if it can. Nothing is read from the device."""
     p = problem
     if p.dtype not in DTYPES:
         return f"float16 or bfloat16, got {p.dtype}"
@@ -102,6 +102,8 @@ def refusal(problem: DecodeProblem) -> str | None:
             return f"rows of {name} aligned to 16 bytes"
         if array is not p.q and strides[1] * p.page_size >= 2**31:
             return f"a page of {name} to span less than 2^31 elements"
+    if p.num_kv_heads * chunks(p.head_dim, p.group_size) > MAX_GRID_YZ:
+        return f"at most {MAX_GRID_YZ} chunks of query heads"
     if p.batch_size * math.ceil(p.max_pages * p.page_size / unit_tokens(p.page_size)) > MAX_UNITS:
         return f"at most {MAX_UNITS} tiles of table"
     return None
@@ -146,7 +148,7 @@ def plan_grid(
     head_chunks = chunks(head_dim, group_size)
     columns = head_chunks * num_kv_heads
     config = config or default_config(head_dim, group_size, batch_size / max(1, num_sms // columns))
-    shares = min(65535, max(1, num_sms * config.blocks_per_sm // columns))
+    shares = min(MAX_GRID_YZ, max(1, num_sms * config.blocks_per_sm // columns))
     return Grid(config, shares, head_chunks, num_kv_heads, chunk_heads(head_dim, group_size), batch_size, head_dim)
 
 
@@ -171,33 +173,18 @@ class Workspace:
         )  # fmt: skip
 
 
-def launch_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, workspace: Workspace) -> None:
-    """`bind_balanced`, then the launch."""
-    bind_balanced(problem, out, lse, grid, workspace)()
-
-
 def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, workspace: Workspace) -> jit.Launch:
     """One launch: out [batch_size, num_q_heads, head_dim] and lse [batch_size, num_q_heads] by their strides.
 
     The problem is one that `refusal` does not refuse, the grid is planned for its sizes.
     """
-    p = problem
-    q, k, v, o = map(element_strides, (p.q, p.k_cache, p.v_cache, out))
-    lse_strides, unit = element_strides(lse), unit_tokens(p.page_size)
+    p, unit = problem, unit_tokens(problem.page_size)
     values = constants(p.dtype, str(out.dtype), p.head_dim, p.group_size, p.page_size, grid.config)
     return jit.kernel("balanced.cu", "balanced", **values).bind(
-        p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes,
-        q=p.q, k_cache=p.k_cache, v_cache=p.v_cache, page_table=p.page_table, context_lens=p.context_lens, o=out, lse=lse,
+        p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes, **p.arguments(out, lse, "batch", "head"),
         o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, counters=workspace.counters,
-        batch_size=p.batch_size, group_size=p.group_size, chunk_heads=chunk_heads(p.head_dim, p.group_size),
-        page_size=p.page_size, max_pages=p.max_pages, unit_tokens=unit,
-        min_units=math.ceil(grid.config.min_tiles * grid.config.warps * TILE / unit),
-        scale_log2=nonzero(p.scale_log2),
-        natural=int(p.lse_base == "e"),
-        q_batch_stride=q[0], q_head_stride=q[1], k_page_stride=k[0], k_slot_stride=k[1], k_head_stride=k[2],
-        v_page_stride=v[0], v_slot_stride=v[1], v_head_stride=v[2], page_table_stride=element_strides(p.page_table)[0],
-        context_lens_stride=element_strides(p.context_lens)[0], o_batch_stride=o[0], o_head_stride=o[1],
-        lse_batch_stride=lse_strides[0], lse_head_stride=lse_strides[1],
+        batch_size=p.batch_size, chunk_heads=chunk_heads(p.head_dim, p.group_size), unit_tokens=unit,
+        min_units=math.ceil(grid.config.min_tiles * grid.config.warps * TILE / unit), scale_log2=nonzero(p.scale_log2),
     )  # fmt: skip
 
 

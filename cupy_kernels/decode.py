@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import balanced, jit
-from .arrays import check_choice, check_int, check_unit_stride, dtype_name, on_device, strides
+from .arrays import check_choice, check_int, check_unit_stride, dtype_name, on_device
 from .merge import bind_merge
 from .plan import MAX_SPLITS, plan_splits
 from .problem import MAX_HEADS_PER_BLOCK, DecodeProblem, check_problem
@@ -204,13 +204,7 @@ def bind_partial(problem: DecodeProblem, o_part: Any, lse_part: Any, pages_per_s
     """Pass 1: o_part [batch_size, num_q_heads, num_splits, head_dim] and lse_part, by their strides."""
     p, num_splits = problem, o_part.shape[2]
     arguments = {
-        "q": p.q, "k_cache": p.k_cache, "v_cache": p.v_cache, "page_table": p.page_table, "context_lens": p.context_lens,
-        "o": o_part, "lse": lse_part, "group_size": p.group_size, "page_size": p.page_size, "max_pages": p.max_pages,
-        "num_splits": num_splits, "pages_per_split": pages_per_split, "natural": int(p.lse_base == "e"),
-        **strides("q", p.q, "batch", "head"), **strides("k", p.k_cache, "page", "slot", "head"),
-        **strides("v", p.v_cache, "page", "slot", "head"), **strides("page_table", p.page_table, ""),
-        **strides("context_lens", p.context_lens, ""), **strides("o", o_part, "batch", "head", "split"),
-        **strides("lse", lse_part, "batch", "head", "split"),
+        **p.arguments(o_part, lse_part, "batch", "head", "split"), "num_splits": num_splits, "pages_per_split": pages_per_split,
     }  # fmt: skip
     if takes_tensor_cores(p):
         return balanced.bind_partial(p, str(o_part.dtype), num_splits, plan_grid(p), arguments)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from .arrays import check_int
-from .problem import MAX_HEADS_PER_BLOCK
+from .problem import MAX_GRID_YZ, MAX_HEADS_PER_BLOCK
 
 # Splits of the two-launch schedules lie on grid.z.
-MAX_SPLITS = 65535
+MAX_SPLITS = MAX_GRID_YZ
 
 
 def split_ranges(context_len: int, page_size: int, num_splits: int) -> list[tuple[int, int]]:

@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FLOAT_DTYPES, array_module, as_array, check_array, check_choice, check_output, check_unit_stride
+from .arrays import FLOAT_DTYPES, array_module, as_array, check_array, check_choice, check_output, check_unit_stride, strides
 
 LAYOUTS = ("NHD", "HND")
 LSE_BASES = ("e", "2")
 MAX_HEAD_DIM = 256
 MAX_HEADS_PER_BLOCK = 16
+# Blocks of a grid along y and along z: heads and splits.
+MAX_GRID_YZ = 65535
 # Where a call has to be refused until its feature exists: argument -> its default.
 NOT_YET = {
     "window": None, "softcap": None, "sinks": None, "alibi_slopes": None, "k_scale": 1.0, "v_scale": 1.0, "kv_dtype": None,
@@ -77,6 +79,17 @@ class DecodeProblem:
     def scale_log2(self) -> float:
         """sm_scale * log2(e), rounded once: scores inside kernels are base-2 logarithms."""
         return self.sm_scale * math.log2(math.e)
+
+    def arguments(self, o: Any, lse: Any, *row_axes: str) -> dict[str, Any]:
+        """What every decode kernel is told of the call, by its parameters' names; `row_axes` are those of o before head_dim."""
+        return {
+            "q": self.q, "k_cache": self.k_cache, "v_cache": self.v_cache, "page_table": self.page_table,
+            "context_lens": self.context_lens, "o": o, "lse": lse, "group_size": self.group_size, "page_size": self.page_size,
+            "max_pages": self.max_pages, "natural": int(self.lse_base == "e"), **strides("q", self.q, "batch", "head"),
+            **strides("k", self.k_cache, "page", "slot", "head"), **strides("v", self.v_cache, "page", "slot", "head"),
+            **strides("page_table", self.page_table, ""), **strides("context_lens", self.context_lens, ""),
+            **strides("o", o, *row_axes), **strides("lse", lse, *row_axes),
+        }  # fmt: skip
 
     def output(self, name: str, array: Any, shape: tuple[int, ...], dtype: str) -> Any:
         """The caller's output array, checked, or a new one."""
@@ -144,8 +157,8 @@ def check_problem(
     if not math.isfinite(sm_scale):
         raise ValueError(f"sm_scale: expected a finite number, got {sm_scale}")
     problem = DecodeProblem(array_module(q), q, k_cache, v_cache, page_table, context_lens, float(sm_scale), lse_base)
-    if problem.num_kv_heads * problem.head_chunks > 65535:
-        raise ValueError(f"num_kv_heads: expected at most {65535 // problem.head_chunks}, got {num_kv_heads}")
+    if problem.num_kv_heads * problem.head_chunks > MAX_GRID_YZ:
+        raise ValueError(f"num_kv_heads: expected at most {MAX_GRID_YZ // problem.head_chunks}, got {num_kv_heads}")
     if check_values:
         _check_values(problem)
     return problem

@@ -12,7 +12,7 @@ from helpers import DTYPES, U32, assert_empty, assert_same_bits, assert_within, 
 
 import reference
 from cupy_kernels import balanced, jit
-from cupy_kernels.balanced import Config, Workspace, launch_balanced, plan_grid, refusal
+from cupy_kernels.balanced import Config, Workspace, bind_balanced, plan_grid, refusal
 from cupy_kernels.problem import NOT_YET, check_problem
 from reference import gather
 
@@ -101,7 +101,7 @@ def run(xp, case, args, workspace=None):
     workspace = workspace or poisoned(xp, grid)
     out = xp.full(problem.q.shape, np.nan, DTYPES[case.out_dtype])
     lse = xp.full(problem.q.shape[:2], np.nan, np.float32)
-    launch_balanced(problem, out, lse, grid, workspace)
+    bind_balanced(problem, out, lse, grid, workspace)()
     assert not np.any(to_numpy(workspace.counters))
     return to_numpy(out), to_numpy(lse)
 
@@ -259,6 +259,12 @@ def test_what_is_refused():
     args = Case().inputs()
     shifted = np.zeros(args["v_cache"].size + 4, np.float16)[4:].reshape(args["v_cache"].shape)
     assert "rows of v_cache aligned" in refusal(problem_of(np, Case(), args | {"v_cache": shifted}))
+    # 32,768 KV heads fit a grid of chunks of 16 query heads, not one of chunks of 8.
+    many = lambda *shape: np.broadcast_to(np.zeros(256, np.float16), (*shape, 256))
+    pool = args["k_cache"].shape[:2]
+    for kv_heads, part in ((32767, None), (32768, "at most 65535 chunks of query heads")):
+        wide = {"q": many(3, 16 * kv_heads), "k_cache": many(*pool, kv_heads), "v_cache": many(*pool, kv_heads)}
+        assert refusal(problem_of(np, Case(), args | wide)) == part
 
 
 def test_grid_fills_the_device():
