@@ -74,3 +74,8 @@ inline unsigned transpose_8x8(unsigned x) {
 }
 
 inline unsigned add_acquire_release(unsigned* counter, unsigned value) { return atomicAdd(counter, value); }
+
+template <class T> inline void store_relaxed(T* address, T x) { *address = x; }
+template <class T> inline T load_relaxed(const T* address) { return *address; }
+inline void wait_for_previous_launch() {}
+inline void let_next_launch_begin() {}

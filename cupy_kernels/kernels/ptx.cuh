@@ -69,5 +69,39 @@ __device__ __forceinline__ unsigned add_acquire_release(unsigned* counter, unsig
     return old;
 }
 
+// What one block writes for another while both run: no order but that of each word by itself. 16 or 8 bytes, aligned to as many.
+__device__ __forceinline__ void store_relaxed(float4* address, float4 x) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+__device__ __forceinline__ void store_relaxed(float2* address, float2 x) {
+    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" :: "l"(address), "f"(x.x), "f"(x.y) : "memory");
+}
+__device__ __forceinline__ float4 load_relaxed(const float4* address) {
+    float4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "l"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ float2 load_relaxed(const float2* address) {
+    float2 x;
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(address) : "memory");
+    return x;
+}
+
+// Programmatic dependent launch (sm_90): a kernel launched that way begins before the one in front of it has ended. It may touch no
+// memory of others until this returns: then all that was launched before it has ended, and what that wrote is seen.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Once all blocks have said so or ended, the next launch may begin: to be said when the device would have room for it soon.
+__device__ __forceinline__ void let_next_launch_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
 // Shared memory whose size the launch decides.
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
