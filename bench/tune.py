@@ -49,9 +49,12 @@ LOADS_ONLY = (
     ("stream.cuh", SCORES, ""),
     ("stream.cuh", PRODUCTS, "        state.acc[0][0][0] += *(float*)(slot + 4 * lane);\n"),
 )
-MERGE = "        if (row.pieces == 1 || deal.count == 0) continue;\n"
-NO_MERGE = (("balanced.cu", MERGE, "        if (batch_size > 0) continue;\n"),)
-CUT = "    cut_batch(left, batch, share, gridDim.z, min_units);\n"
+MERGE = "            if (begins_here && part.followers > 0)\n"
+NO_MERGE = (
+    ("balanced.cu", MERGE, "            if (batch_size < 0)\n"),
+    ("balanced.cu", "if (writes && !begins_here) mailboxes", "if (batch_size < 0) mailboxes"),
+)
+CUT = "    cut_batch(left, batch, gridDim.z - 1 - blockIdx.z, gridDim.z, Divider(share_divider), min_units);\n"
 # Left out of a configuration, by suffix.
 STAGES = {
     "": (),
@@ -169,10 +172,11 @@ def compile_all(cases: list[BenchCase], stages: dict[str, tuple], only: frozense
 
 
 def same_bits(sets: PageSets, call: Callable[[int], Any], repeats: int = 20) -> bool:
-    """Whether repeats on set 0 give the same bits and leave the counters at zero."""
+    """Whether repeats on set 0 give the same bits and leave the mailboxes empty."""
     first = call(0).copy()
     same = all(bool((call(0).view(np.uint8) == first.view(np.uint8)).all()) for _ in range(repeats))
-    return same and not bool(call.workspace.counters.any())  # type: ignore[attr-defined]
+    left = call.workspace.o_pieces.view(np.uint32)  # type: ignore[attr-defined]
+    return same and bool((left == balanced.NOT_THERE).all())
 
 
 def tune(

@@ -18,6 +18,8 @@ DTYPES = ("float16", "bfloat16")
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 TILE = 16
 N_TILE = 8  # query heads of one MMA
+# A word of a mailbox that was not written to: of kernels/balanced.cu.
+NOT_THERE = 0xFFFFFFFF
 # Counts of units are int32 on the device; shares round up.
 MAX_UNITS = 2**30
 
@@ -156,21 +158,28 @@ def plan_grid(
 class Workspace:
     """What the blocks of a launch leave for each other. Launches that may overlap need one each.
 
-    The pieces need no initial values. The counters are zeros before each launch and after it.
+    All words are NOT_THERE before each launch and after it.
     """
 
-    o_pieces: Any  # [shares, columns, 2, block_heads, head_dim] float32
-    sum_pieces: Any  # [shares, columns, 2, block_heads, warps, 2] float32
-    counters: Any  # [batch_size, columns, warps] uint32
+    o_pieces: Any  # [shares, columns, block_heads, head_dim] float32
+    sum_pieces: Any  # [shares, columns, block_heads, head_dim / 4, 2] float32
 
     @classmethod
     def of(cls, xp: ModuleType, grid: Grid) -> Workspace:
         """A new one, on the current device."""
-        rows = (grid.shares, grid.columns, 2, grid.block_heads)
-        return cls(
-            xp.empty((*rows, grid.head_dim), np.float32), xp.empty((*rows, grid.config.warps, 2), np.float32),
-            xp.zeros((grid.batch_size, grid.columns, grid.config.warps), np.uint32),
-        )  # fmt: skip
+        rows = (grid.shares, grid.columns, grid.block_heads)
+        shapes = (*rows, grid.head_dim), (*rows, grid.head_dim // 4, 2)
+        return cls(*(xp.full(shape, NOT_THERE, np.uint32).view(np.float32) for shape in shapes))
+
+
+def divider(divisor: int) -> int:
+    """What a kernel's `Divider` needs to divide numbers below 2^31 by a divisor from 1 to 2^31 - 1.
+
+    With the least 2^shift >= divisor: floor(n / divisor) = floor((floor(n m / 2^32) + n) / 2^shift) for
+    m = floor(2^32 (2^shift - divisor) / divisor) + 1; Granlund & Montgomery 1994.
+    """
+    shift = (divisor - 1).bit_length()
+    return shift << 32 | ((1 << 32) * ((1 << shift) - divisor) // divisor + 1)
 
 
 def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, workspace: Workspace) -> jit.Launch:
@@ -182,8 +191,9 @@ def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, worksp
     values = constants(p.dtype, str(out.dtype), p.head_dim, p.group_size, p.page_size, grid.config)
     return jit.kernel("balanced.cu", "balanced", **values).bind(
         p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes, **p.arguments(out, lse, "batch", "head"),
-        o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, counters=workspace.counters,
-        batch_size=p.batch_size, chunk_heads=chunk_heads(p.head_dim, p.group_size), unit_tokens=unit,
+        o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, batch_size=p.batch_size,
+        chunk_heads=chunk_heads(p.head_dim, p.group_size), page_divider=divider(p.page_size), unit_divider=divider(unit),
+        share_divider=divider(grid.shares), unit_tokens=unit,
         min_units=math.ceil(grid.config.min_tiles * grid.config.warps * TILE / unit), scale_log2=nonzero(p.scale_log2),
     )  # fmt: skip
 
@@ -194,8 +204,8 @@ def bind_partial(problem: DecodeProblem, out_dtype: str, num_splits: int, grid: 
     values = constants(p.dtype, out_dtype, p.head_dim, p.group_size, p.page_size, grid.config)
     return jit.kernel("partial_mma.cu", "partial_mma", **values).bind(
         p.xp, (p.batch_size, p.num_kv_heads * grid.head_chunks, num_splits), 32 * grid.config.warps, grid.shared_bytes,
-        **arguments, head_chunks=grid.head_chunks, chunk_heads=chunk_heads(p.head_dim, p.group_size),
-        scale_log2=nonzero(p.scale_log2),
+        **arguments, page_divider=divider(p.page_size), head_chunks=grid.head_chunks,
+        chunk_heads=chunk_heads(p.head_dim, p.group_size), scale_log2=nonzero(p.scale_log2),
     )  # fmt: skip
 
 

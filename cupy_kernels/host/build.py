@@ -95,10 +95,11 @@ def build(source: str, entry_points: tuple[str, ...], defines: tuple[str, ...], 
         RuntimeError: the text does not compile; the compiler's words are in the message.
     """
     command, version, features = _compiler()
+    in_layers = "true" if "#define WAITS_FOR_EARLIER_BLOCKS" in source else "false"
     launchers = "".join(
         f'extern "C" int launch_{name}'
         "(const unsigned* grid, unsigned threads, unsigned shared_bytes, void** arguments, uint64_t seed) {\n"
-        f"    return cuda::launch({name}, grid, threads, shared_bytes, arguments, seed);\n}}\n"
+        f"    return cuda::launch({name}, grid, threads, shared_bytes, arguments, seed, {in_layers});\n}}\n"
         for name in entry_points
     )
     text = f'#include "cuda.h"\n{source}\n{launchers}'

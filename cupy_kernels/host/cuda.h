@@ -68,6 +68,7 @@ inline float __int_as_float(int x) { return cuda::bits<float>(x); }
 inline int __float_as_int(float x) { return cuda::bits<int>(x); }
 inline float __uint_as_float(unsigned x) { return cuda::bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return cuda::bits<unsigned>(x); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned(uint64_t(a) * b >> 32); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 

@@ -1,6 +1,7 @@
 // One block at a time, one fiber per CUDA thread. A fiber runs until it must wait for others (a barrier, a shuffle, an mma);
 // then the next one runs. A block in which nobody can run is deadlocked: a barrier that some threads never reach, which on a GPU
 // would hang or worse, is an error here. The order in which fibers and blocks take turns can be shuffled to expose a missing barrier.
+// A kernel whose blocks wait for blocks of smaller blockIdx.z defines WAITS_FOR_EARLIER_BLOCKS, and has them run in that order.
 #pragma once
 #include <csetjmp>
 #include <cmath>
@@ -105,6 +106,14 @@ inline void meet(Rendezvous& place) {
     Fiber& fiber = self();
     fiber.waits_for = &place;
     fiber.generation = place.generation;
+    yield();
+}
+
+// What is waited for can't come: the block will be found deadlocked.
+inline void wait_forever() {
+    static const Rendezvous never = {0, 1, 0};
+    self().waits_for = &never;
+    self().generation = never.generation;
     yield();
 }
 
@@ -248,9 +257,11 @@ template <class... P, size_t... I> void call(void (*kernel)(P...), void** argume
 }
 
 // Runs a grid of blocks of `threads` x 1 x 1. `arguments` are pointers to the kernel's parameters, as for cuLaunchKernel; `seed` 0
-// keeps the natural order of blocks and threads, any other shuffles both. Returns 0, or 1 if a block deadlocked.
+// keeps the natural order of blocks and threads, any other shuffles both, but for the layers of a kernel `in_layers`: all blocks of one
+// blockIdx.z run before those of the next. Returns 0, or 1 if a block deadlocked.
 template <class... P>
-int launch(void (*kernel)(P...), const unsigned* grid, unsigned threads, unsigned shared_bytes, void** arguments, uint64_t seed) {
+int launch(void (*kernel)(P...), const unsigned* grid, unsigned threads, unsigned shared_bytes, void** arguments, uint64_t seed,
+           bool in_layers) {
     struct Bound { void (*kernel)(P...); void** arguments; } bound = {kernel, arguments};
     block.body = [](void* b) {
         const Bound& bound = *static_cast<Bound*>(b);
@@ -265,21 +276,22 @@ int launch(void (*kernel)(P...), const unsigned* grid, unsigned threads, unsigne
     ASAN_UNPOISON_MEMORY_REGION(dynamic_shared, shared_bytes);
     ASAN_POISON_MEMORY_REGION(dynamic_shared + shared_bytes, sizeof dynamic_shared - shared_bytes);
 #endif
-    const long long blocks = (long long)grid[0] * grid[1] * grid[2];
+    const unsigned long long layer = (unsigned long long)grid[0] * grid[1], blocks = layer * grid[2];
     // A step coprime to the number of blocks visits each once, without a table.
+    const unsigned long long turn = in_layers ? layer : blocks;
     unsigned long long step = 1, start = 0;
-    if (seed != 0 && blocks > 1) {
-        start = next_random(seed) % blocks;
+    if (seed != 0 && turn > 1) {
+        start = next_random(seed) % turn;
         auto common = [](unsigned long long a, unsigned long long b) {
             while (b) { const auto rest = a % b; a = b; b = rest; }
             return a;
         };
-        do step = next_random(seed) % blocks; while (common(step, blocks) != 1);
+        do step = next_random(seed) % turn; while (common(step, turn) != 1);
     }
     const FlushSubnormals flush;
-    for (long long i = 0; i < blocks; i++) {
-        const unsigned long long b = (start + i * step) % blocks;
-        blockIdx = {unsigned(b % grid[0]), unsigned(b / grid[0] % grid[1]), unsigned(b / grid[0] / grid[1])};
+    for (unsigned long long i = 0; i < blocks; i++) {
+        const unsigned long long b = i / turn * turn + (start + i % turn * step) % turn;
+        blockIdx = {unsigned(b % grid[0]), unsigned(b / grid[0] % grid[1]), unsigned(b / layer)};
         if (!run_block(seed)) return 1;
     }
     return 0;

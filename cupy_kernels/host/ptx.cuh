@@ -73,9 +73,8 @@ inline unsigned transpose_8x8(unsigned x) {
     return element(c, r) | element(c + 1, r) << 16;
 }
 
-inline unsigned add_acquire_release(unsigned* counter, unsigned value) { return atomicAdd(counter, value); }
-
 template <class T> inline void store_relaxed(T* address, T x) { *address = x; }
 template <class T> inline T load_relaxed(const T* address) { return *address; }
+inline void look_again() { cuda::wait_forever(); }
 inline void wait_for_previous_launch() {}
 inline void let_next_launch_begin() {}

@@ -1,48 +1,61 @@
 // Decode in one launch: the tokens of all requests, laid end to end, are cut into equal shares; one block computes one share for
-// one KV head and writes o where a request is its own, or a piece of a state; the last to finish a request merges its pieces.
+// one KV head. A request is merged, and o written, by the block in whose share it begins; the blocks of the shares that hold the
+// rest of it leave their pieces of its state in mailboxes, one a block: at most one request of a share began before it.
 //
 // Grid: (head_chunks, num_kv_heads, shares), 32 WARPS threads. A chunk is some of the query heads of one KV head. The blocks of a
 // share, its columns, lie side by side and read the same pages at about the same time.
 // The cut is computed here, from context_lens, in units of whole pages: no plan on the host, and a captured graph serves any lengths.
-// Bits do not depend on which block comes last: pieces are merged in the order of the shares.
+// Bits do not depend on timing: pieces are merged in the order of the shares.
+//
+// A block waits, at its very end, for those of later shares. Shares are dealt to blocks from the last one backwards: what is waited
+// for was started earlier, and waits for nobody but blocks started earlier still. So it ends, however few fit on the device at once.
+#define WAITS_FOR_EARLIER_BLOCKS
 //
 // Constants: KV (q, K, V), OUT (o), HEAD_DIM, N_TILES, P_PARTS, WHOLE_TILES, WARPS, BLOCKS_PER_SM.
 #include "stream.cuh"
 #include "cut.cuh"
 
-// Where the pieces of unfinished requests lie. A block leaves at most two: of the request its share begins in, and of the one it
-// ends in. Warps that have columns of the same head keep a copy of its sums each: a warp reads only what the same warps of other
-// blocks wrote.
-struct Workspace {
-    float4* rows;        // [shares, columns, 2, block_heads, COLUMNS]: the undivided o
-    float2* sums;        // [shares, columns, 2, block_heads, WARPS]: m, l
-    int columns, column, block_heads;
+// A word of a mailbox that nothing was written to yet, also between launches: a NaN that no piece holds, as another one takes its
+// place. So each word says by itself whether it is there, and neither fences nor counters are needed.
+#define NOT_THERE 0xffffffffu
 
-    // The one formula for the place of a piece.
-    __device__ long long row(int share, bool second, int head) const {
-        return (((long long)share * columns + column) * 2 + second) * block_heads + head;
-    }
-    __device__ void write(long long row, int c, const Piece& piece) const {
-        __stcg(rows + row * COLUMNS + c, piece.acc);
-        __stcg(sums + row * WARPS + threadIdx.x / 32, make_float2(piece.m, piece.l));
-    }
-    __device__ Piece read(long long row, int c) const {
-        const float2 x = __ldcg(sums + row * WARPS + threadIdx.x / 32);
-        return {x.x, x.y, __ldcg(rows + row * COLUMNS + c)};
+__device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != NOT_THERE; }
+struct IsThere {
+    __device__ bool operator()(const Piece& x) const {
+        return is_there(x.m) && is_there(x.l) && is_there(x.acc.x) && is_there(x.acc.y) && is_there(x.acc.z) && is_there(x.acc.w);
     }
 };
-
-// The shares a request lies in, and which of the first one's pieces is its own: the second, if that share began with another request.
-struct Row {
-    int first_share, pieces;
-    bool second_in_first;
-};
-__device__ __forceinline__ Row row_of(int row_begin, int row_end, int per_share) {
-    const int first = row_begin / per_share;
-    return {first, (row_end - 1) / per_share - first + 1, row_begin > first * per_share};
+__device__ __forceinline__ Piece without_not_there(const Piece& x) {
+    const auto other = [](float word) { return is_there(word) ? word : __uint_as_float(NOT_THERE >> 1); };
+    return {other(x.m), other(x.l), make_float4(other(x.acc.x), other(x.acc.y), other(x.acc.z), other(x.acc.w))};
 }
 
-// The columns of a block's heads, four at a time, as they are dealt out to its warps. Each warp's part is counted and merged by itself.
+// The pieces of all shares for one column of blocks. An item is four columns of one head.
+struct Mailboxes {
+    float4* rows;  // [shares, columns, items]: the undivided o
+    float2* sums;  // [shares, columns, items]: m, l
+    int columns, column, items;
+
+    __device__ long long at(int share, int item) const { return ((long long)share * columns + column) * items + item; }
+    __device__ void put(int share, int item, const Piece& piece) const {
+        const long long i = at(share, item);
+        store_relaxed(sums + i, make_float2(piece.m, piece.l));
+        store_relaxed(rows + i, piece.acc);
+    }
+    __device__ Piece read(int share, int item) const {
+        const long long i = at(share, item);
+        const float2 sum = load_relaxed(sums + i);
+        return {sum.x, sum.y, load_relaxed(rows + i)};
+    }
+    __device__ void empty(int share, int item) const {
+        const float x = __uint_as_float(NOT_THERE);
+        const long long i = at(share, item);
+        store_relaxed(sums + i, make_float2(x, x));
+        store_relaxed(rows + i, make_float4(x, x, x, x));
+    }
+};
+
+// The items of a block as they are dealt out to its warps.
 struct Deal {
     int first, count, width;  // items of this warp; lanes that take one each, a power of two
 
@@ -53,28 +66,27 @@ struct Deal {
     }
 };
 
-// Merges all pieces of a warp's part of a request. The lanes that have no item of their own share the pieces of the others.
-__device__ __forceinline__ void merge_request(
-    const Workspace& workspace, const Row& row, const Deal& deal, float scale, const Output& output) {
-    const int lane = lane_index();
+// What is left of a warp's part of a request once its own block has `own` of it: the pieces of `followers` shares after this one. Of
+// lanes that are deal.width apart one has an item, and the others share its pieces: 0 is its own, p that of share + p.
+__device__ __forceinline__ Piece merge_followers(
+    const Mailboxes& mailboxes, const Piece& own, int share, int followers, bool has_item, int item, const Deal& deal, float scale) {
+    const int sharer = lane_index() / deal.width, sharers = 32 / deal.width, pieces = has_item ? followers + 1 : 0;
+    Piece piece = merge_pieces<MERGE_BATCH>(scale, sharer, pieces, sharers, [&](int p) {
+        return p == 0 ? own : mailboxes.read(share + p, item);
+    }, IsThere());
     #pragma unroll 1
-    for (int i = lane % deal.width; i - lane % deal.width < deal.count; i += deal.width) {
-        const int head = (deal.first + i) / COLUMNS, c = (deal.first + i) % COLUMNS;
-        const int pieces = i < deal.count ? row.pieces : 0;
-        Piece piece = merge_pieces<MERGE_BATCH>(scale, lane / deal.width, pieces, 32 / deal.width, [&](int p) {
-            return workspace.read(workspace.row(row.first_share + p, p == 0 && row.second_in_first, head), c);
-        });
-        #pragma unroll 1
-        for (int step = deal.width; step < 32; step *= 2) {
-            const auto from_other = [&](float x) { return __shfl_xor_sync(0xffffffffu, x, step); };
-            const float m = from_other(piece.m), l = from_other(piece.l);
-            const float x = from_other(piece.acc.x), y = from_other(piece.acc.y);
-            const float z = from_other(piece.acc.z), w = from_other(piece.acc.w);
-            const Piece other = {m, l, make_float4(x, y, z, w)};
-            piece = merge_pieces<2>(scale, 0, 2, 1, [&](int j) { return j == 0 ? piece : other; });
-        }
-        if (lane < deal.width && i < deal.count) output.write(piece, scale, head, c);
+    for (int step = deal.width; step < 32; step *= 2) {
+        const auto from_other = [&](float x) { return __shfl_xor_sync(0xffffffffu, x, step); };
+        const float m = from_other(piece.m), l = from_other(piece.l);
+        const float x = from_other(piece.acc.x), y = from_other(piece.acc.y);
+        const float z = from_other(piece.acc.z), w = from_other(piece.acc.w);
+        const Piece other = {m, l, make_float4(x, y, z, w)};
+        piece = merge_pieces<2>(scale, 0, 2, 1, [&](int j) { return j == 0 ? piece : other; });
     }
+    #pragma unroll 1
+    for (int p = sharer; p < pieces; p += sharers)
+        if (p > 0) mailboxes.empty(share + p, item);
+    return piece;
 }
 
 // A warp's way through the parts of a share.
@@ -90,7 +102,7 @@ struct Spans {
         __syncwarp();
         *left = share;
         __syncwarp();
-        if (part.request >= 0) span = {{page_table + part.request * page_table_stride, batch.page_size}, part.tokens};
+        if (part.request >= 0) span = {page_table + part.request * page_table_stride, part.tokens};
         return part.request >= 0;
     }
 };
@@ -103,14 +115,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     const int* __restrict__ context_lens,  // [batch_size]
     OUT* __restrict__ o,                   // [batch_size, num_q_heads, head_dim] by its strides
     float* __restrict__ lse,               // [batch_size, num_q_heads] by its strides
-    float* o_pieces,                       // [shares, columns, 2, heads of a block, head_dim], undivided; no initial values needed
-    float* sum_pieces,                     // [shares, columns, 2, heads of a block, WARPS, 2]: m, l
-    unsigned* counters,                    // [batch_size, columns, WARPS], zeros; they are zeros again afterwards
+    float* o_pieces,                       // [shares, columns, heads of a block, head_dim], undivided: mailboxes, all NOT_THERE
+    float* sum_pieces,                     // [shares, columns, heads of a block, head_dim / 4, 2]: m, l; likewise, and so left
     int batch_size,
     int group_size,
     int chunk_heads,                       // query heads of a chunk; the last one may have fewer
     int page_size,
+    long long page_divider,                // n / page_size: see Divider
     int max_pages,
+    long long unit_divider,
+    long long share_divider,               // of gridDim.z
     int unit_tokens,                       // the least multiple of page_size that fills a tile
     int min_units,                         // of a share: a batch too small to fill the device is cut into fewer shares
     float scale_log2,                      // sm_scale * log2(e), not 0
@@ -129,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     long long o_head_stride,
     long long lse_batch_stride,
     long long lse_head_stride) {
-    const int kv_head = blockIdx.y, first_head = kv_head * group_size + blockIdx.x * chunk_heads, share = blockIdx.z;
+    const int kv_head = blockIdx.y, first_head = kv_head * group_size + blockIdx.x * chunk_heads;
     const int heads = min(chunk_heads, (int)(group_size - blockIdx.x * chunk_heads)), items = heads * COLUMNS;
     const int columns = gridDim.x * gridDim.y, column = blockIdx.y * gridDim.x + blockIdx.x;
     const float scale = fabsf(scale_log2);
@@ -148,13 +162,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
                 lse + request * lse_batch_stride + first_head * lse_head_stride, o_head_stride, lse_head_stride, natural != 0};
     };
 
-    const Batch batch = {context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens};
-    cut_batch(left, batch, share, gridDim.z, min_units);
-    const int per_share = left.per_share;
+    const Batch batch = {context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens, Divider(unit_divider)};
+    wait_for_previous_launch();
+    cut_batch(left, batch, gridDim.z - 1 - blockIdx.z, gridDim.z, Divider(share_divider), min_units);
     Feed<Spans> feed = {
         {ahead + threadIdx.x / 32, batch, page_table, page_table_stride},
         {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
-        {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}};
+        {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}, page_size, Divider(page_divider)};
     ahead[threadIdx.x / 32] = left;
     __syncwarp();
     QPart q_part = {};
@@ -170,35 +184,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
         attend(feed, parts[turn].tokens, scale, heads, exchange);
         __syncthreads();
         if (parts[turn ^ 1].request >= 0) q_part = load_q(q_of(parts[turn ^ 1].request));
+        else let_next_launch_begin();
 
-        const int request = parts[turn].request;
-        const Row row = row_of(parts[turn].row_begin, parts[turn].row_end, per_share);
-        const Workspace workspace = {
-            reinterpret_cast<float4*>(o_pieces), reinterpret_cast<float2*>(sum_pieces), columns, column, chunk_heads};
+        const Part& part = parts[turn];
+        const Mailboxes mailboxes = {
+            reinterpret_cast<float4*>(o_pieces), reinterpret_cast<float2*>(sum_pieces), columns, column, chunk_heads * COLUMNS};
         const Deal deal(items);
+        const int place = lane_index() % deal.width;
         #pragma unroll 1
-        for (int i = deal.first + lane_index(); i < deal.first + deal.count; i += 32) {
-            const int head = i / COLUMNS, c = i % COLUMNS;
-            const Piece piece = block_state(exchange, scale, head, heads, c);
-            if (row.pieces == 1) {
-                output(request).write(piece, scale, head, c);
-            } else {
-                workspace.write(workspace.row(share, share == row.first_share && row.second_in_first, head), c, piece);
-            }
-        }
-        if (row.pieces == 1 || deal.count == 0) continue;
-        __syncwarp();
-        unsigned before = 0, *counter = counters + ((long long)request * columns + column) * WARPS + threadIdx.x / 32;
-        if (lane_index() == 0) before = add_acquire_release(counter, 1);
-        before = __shfl_sync(0xffffffffu, before, 0);
-        if (before + 1 == row.pieces) {
-            if (lane_index() == 0) *counter = 0;
-            merge_request(workspace, row, deal, scale, output(request));
+        for (int i = place; i - place < deal.count; i += deal.width) {
+            const int item = deal.first + i, head = item / COLUMNS, c = item % COLUMNS;
+            const bool has_item = i < deal.count, writes = has_item && lane_index() < deal.width;
+            Piece piece = EMPTY_PIECE;
+            if (writes) piece = without_not_there(block_state(exchange, scale, head, heads, c));
+            const bool begins_here = part.tokens.begin == 0;
+            if (begins_here && part.followers > 0)
+                piece = merge_followers(mailboxes, piece, left.index, part.followers, has_item, item, deal, scale);
+            if (writes && begins_here) output(part.request).write(piece, scale, head, c);
+            if (writes && !begins_here) mailboxes.put(left.index, item, piece);
         }
     }
     // Requests without tokens are in nobody's share.
     #pragma unroll 1
-    for (int request = share; request < batch_size; request += gridDim.z)
+    for (int request = blockIdx.z; request < batch_size; request += gridDim.z)
         #pragma unroll 1
         for (int i = threadIdx.x; i < items && batch.length(request) == 0; i += THREADS)
             output(request).write(EMPTY_PIECE, scale, i / COLUMNS, i % COLUMNS);

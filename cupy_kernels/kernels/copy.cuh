@@ -58,9 +58,10 @@ struct Cache {
 // Page and slot of the tile's token lane % 16; of its first token where a page holds the whole tile. Past `end` the last token is
 // repeated: no page id is read that is not visible.
 struct Place { int page, slot; };
-__device__ __forceinline__ Place place_of(const PagedRow& pages, int first, int end, int lane) {
-    const unsigned token = WHOLE_TILES ? first : min(first + lane % TILE, end - 1), size = pages.page_size;
-    return {pages.page_table[token / size], (int)(token % size)};
+__device__ __forceinline__ Place place_of(
+    const int* page_table, int page_size, const Divider& by_page, int first, int end, int lane) {
+    const int token = WHOLE_TILES ? first : min(first + lane % TILE, end - 1), page = by_page.quotient(token);
+    return {page_table[page], token - page * page_size};
 }
 __device__ __forceinline__ const KV* row_at(const Cache& cache, const Place& place, int row) {
     int page = place.page, slot = place.slot + row;

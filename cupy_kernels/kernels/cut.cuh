@@ -4,16 +4,20 @@ struct Batch {
     const int* context_lens;
     long long stride;
     int size, max_pages, page_size, unit_tokens;
+    Divider by_unit;
 
     __device__ int length(int request) const { return covered_length(context_lens[request * stride], max_pages, page_size); }
-    __device__ int units(int request) const { return (length(request) + unit_tokens - 1) / unit_tokens; }
+    __device__ int units(int request) const {
+        const int tokens = length(request);
+        return tokens > 0 ? by_unit.quotient(tokens - 1) + 1 : 0;
+    }
 };
 
 // Units [begin, end) of all requests end to end; `row_begin` of them lie before `request`, in which `begin` lies.
-struct Share { int begin, end, per_share, request, row_begin; };
+struct Share { int index, begin, end, per_share, request, row_begin; };
 
-// What of a request is in a share: these tokens. It has units [row_begin, row_end). No request: -1.
-struct Part { int request, row_begin, row_end; Range tokens; };
+// What of a request is in a share: these tokens. So many shares that follow hold the rest. No request: -1.
+struct Part { int request; Range tokens; int followers; };
 
 // Takes the first part off a share.
 __device__ __forceinline__ Part next_part(Share& left, const Batch& batch) {
@@ -22,15 +26,17 @@ __device__ __forceinline__ Part next_part(Share& left, const Batch& batch) {
         const int skipped = left.begin - row_begin, unit = batch.unit_tokens;
         left.begin = left.row_begin = row_end;
         const long long last = (long long)(left.end - row_begin) * unit;
-        if (row_begin + skipped < row_end)
-            return {request, row_begin, row_end, {skipped * unit, (int)min((long long)batch.length(request), last)}};
+        if (row_begin + skipped < row_end) {
+            const int followers = row_end > left.end ? (row_end - left.end + left.per_share - 1) / left.per_share : 0;
+            return {request, {skipped * unit, (int)min((long long)batch.length(request), last)}, followers};
+        }
     }
-    return {-1, 0, 0, {0, 0}};
+    return {-1, {0, 0}, 0};
 }
 
 // The cut for share `index`, into shared memory. Each thread counts a run of requests, and a scan over the block tells what lies
 // before it.
-__device__ void cut_batch(Share& share, const Batch& batch, int index, int shares, int min_units) {
+__device__ void cut_batch(Share& share, const Batch& batch, int index, int shares, const Divider& by_shares, int min_units) {
     __shared__ int warp_sums[WARPS];
     const int lane = lane_index(), warp = threadIdx.x / 32;
     const int run = (batch.size + THREADS - 1) / THREADS;
@@ -51,13 +57,13 @@ __device__ void cut_batch(Share& share, const Batch& batch, int index, int share
         if (w < warp) before += warp_sums[w];
         total += warp_sums[w];
     }
-    const int per_share = max(min_units, (total + shares - 1) / shares);
+    const int per_share = max(min_units, by_shares.quotient(total + shares - 1));
     const int begin = min(total, index * per_share), end = min(total, begin + per_share);
-    if (threadIdx.x == 0) share.begin = begin, share.end = end, share.per_share = per_share;
+    if (threadIdx.x == 0) share.index = index, share.begin = begin, share.end = end, share.per_share = per_share;
     if (begin >= before && begin < before + mine) {
         int request = first;
         #pragma unroll 1
-        for (int units; begin >= before + (units = batch.units(request)); request++) before += units;
+        for (int units; request + 1 < last && begin >= before + (units = batch.units(request)); request++) before += units;
         share.request = request, share.row_begin = before;
     }
     __syncthreads();

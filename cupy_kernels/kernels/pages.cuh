@@ -12,6 +12,16 @@ struct PagedRow {
     }
 };
 
+// n / divisor of n < 2^31 for a divisor of the launch, its inverse computed on the host (balanced.divider): a multiplication where the
+// instruction set has no division. With 2^shift >= divisor, magic = 2^32 (2^shift / divisor - 1), rounded up (Granlund & Montgomery
+// 1994).
+struct Divider {
+    unsigned magic, shift;
+
+    __device__ explicit Divider(long long packed) : magic((unsigned)packed), shift((unsigned)(packed >> 32)) {}
+    __device__ int quotient(int n) const { return (int)((__umulhi((unsigned)n, magic) + (unsigned)n) >> shift); }
+};
+
 // A length that the table can't hold, or a negative one, must not lead outside the table.
 __device__ __forceinline__ int covered_length(int context_len, int max_pages, int page_size) {
     return (int)max(0LL, min((long long)context_len, (long long)max_pages * page_size));

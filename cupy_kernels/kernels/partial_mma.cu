@@ -30,6 +30,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     int head_chunks,
     int chunk_heads,                       // of a full chunk
     int page_size,
+    long long page_divider,                // n / page_size: see Divider
     int max_pages,
     int num_splits,
     int pages_per_split,                   // 0: ceil(pages / num_splits)
@@ -61,9 +62,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     const Range tokens = split_tokens(length, page_size, split, num_splits, pages_per_split);
     const float scale = fabsf(scale_log2);
     Feed<OneSpan> feed = {
-        {{{page_table + request * page_table_stride, page_size}, tokens}, true},
+        {{page_table + request * page_table_stride, tokens}, true},
         {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
-        {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}};
+        {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}, page_size, Divider(page_divider)};
     const QPart q_part = load_q(q_heads);
     feed.start();
     store_q(exchange.q, q_part);

@@ -2,27 +2,40 @@
 //
 // Constants: OUT (o). THREADS: of a block.
 #include "types.cuh"
+#include "ptx.cuh"
 #include "state.cuh"
 
 // An undivided state of one query head, four columns of its accumulator: what warps and blocks hand to each other.
 struct Piece { float m, l; float4 acc; };
 #define EMPTY_PIECE Piece{NEG_INF, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)}
 
-// Merges pieces of one head and four columns, BATCH at a time, so that the reads of a batch don't wait for each other.
-template <int BATCH, class Read>
-__device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, int step, Read read) {
+// Pieces that are always there to read.
+struct Present { __device__ bool operator()(const Piece&) const { return true; } };
+
+// Merges pieces of one head and four columns, BATCH at a time, so that the reads of a batch don't wait for each other. A batch is
+// read until all of it is there.
+template <int BATCH, class Read, class There = Present>
+__device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, int step, Read read, There there = {}) {
     Softmax merged = {scale};
     float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
     #pragma unroll 1
     for (int first = begin; first < end; first += BATCH * step) {
         Piece pieces[BATCH];
+        while (true) {
+            #pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                pieces[i] = EMPTY_PIECE;
+                if (first + i * step < end) pieces[i] = read(first + i * step);
+            }
+            bool complete = true;
+            #pragma unroll
+            for (int i = 0; i < BATCH; i++) complete &= there(pieces[i]);
+            if (complete) break;
+            look_again();
+        }
         float top = NEG_INF;
         #pragma unroll
-        for (int i = 0; i < BATCH; i++) {
-            pieces[i] = EMPTY_PIECE;
-            if (first + i * step < end) pieces[i] = read(first + i * step);
-            top = fmaxf(top, pieces[i].m);
-        }
+        for (int i = 0; i < BATCH; i++) top = fmaxf(top, pieces[i].m);
         const float alpha = merged.raise(top);
         acc = make_float4(acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha);
         #pragma unroll

@@ -62,13 +62,6 @@ __device__ __forceinline__ unsigned transpose_8x8(unsigned x) {
     return r;
 }
 
-// Adds to a counter that other blocks of the grid see: releases what this thread saw written, acquires what they released.
-__device__ __forceinline__ unsigned add_acquire_release(unsigned* counter, unsigned value) {
-    unsigned old;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(value) : "memory");
-    return old;
-}
-
 // What one block writes for another while both run: no order but that of each word by itself. 16 or 8 bytes, aligned to as many.
 __device__ __forceinline__ void store_relaxed(float4* address, float4 x) {
     asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
@@ -88,6 +81,9 @@ __device__ __forceinline__ float2 load_relaxed(const float2* address) {
     asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(address) : "memory");
     return x;
 }
+
+// To be said between two looks at what another block has not written yet. (A CPU runs one block at a time: there it never will be.)
+__device__ __forceinline__ void look_again() {}
 
 // Programmatic dependent launch (sm_90): a kernel launched that way begins before the one in front of it has ended. It may touch no
 // memory of others until this returns: then all that was launched before it has ended, and what that wrote is seen.

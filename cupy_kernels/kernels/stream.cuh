@@ -60,14 +60,16 @@ __device__ __forceinline__ Exchange exchange_at(float4* shared, int heads) {
             reinterpret_cast<float2*>(q + N_HEADS * Q_STRIDE / 8)};
 }
 
-// Some tokens of one request.
-struct Span { PagedRow pages; Range tokens; };
+// Some tokens of one request, and its row of the page table.
+struct Span { const int* page_table; Range tokens; };
 
 // A warp's tiles in the order it computes them, span after span as `Spans` names them: `bool next(Span&)`. Loads run a tile ahead,
 // into the next spans too: the end of a request does not interrupt the stream.
 template <class Spans> struct Feed {
     Spans spans;
     Cache k, v;
+    int page_size;
+    Divider by_page;
     Span span;  // of the next tile, which begins at token `first`; there is none if first >= span.tokens.end
     int first;
     Place place;
@@ -76,7 +78,7 @@ template <class Spans> struct Feed {
     __device__ void advance(int to) {
         first = to;
         while (first >= span.tokens.end && spans.next(span)) first = span.tokens.begin + threadIdx.x / 32 * TILE;
-        if (first < span.tokens.end) place = place_of(span.pages, first, span.tokens.end, lane_index());
+        if (first < span.tokens.end) place = place_of(span.page_table, page_size, by_page, first, span.tokens.end, lane_index());
     }
     // Without a tile, zeros: what the registers held would have to be kept otherwise.
     __device__ void load_k() {
