@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from . import driver
 from .host import build
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -114,7 +115,10 @@ class Kernel:
         self.constants = {key: C_TYPES.get(value, value) for key, value in constants.items()}
         self.defines = tuple(f"-D{key}={value}" for key, value in sorted(self.constants.items()))
         self.patches: Patches = _settings["patches"]
-        self.kernels = parse_parameters(read_source(source, patches=self.patches), self.constants)
+        text = read_source(source, patches=self.patches)
+        self.kernels = parse_parameters(text, self.constants)
+        # Only a kernel that waits by itself may be launched before the one in front of it has ended.
+        self.waits = "wait_for_previous_launch();" in text
         self.parameters = self.kernels[name]
         self._device_kernels: dict[int, tuple[Any, int]] = {}  # and the dynamic shared memory it may use
 
@@ -156,14 +160,25 @@ class Kernel:
 
     def bind(self, xp: ModuleType, grid: tuple[int, int, int], threads: int, shared_bytes: int, **arguments: Any) -> Launch:
         """A launch with its arguments checked, to be made any number of times on the current device."""
-        values = self.check(xp, arguments)
-        if xp is np:
-            source = read_source(self.source, for_cpu=True, patches=self.patches)
-            library = build.load(source, tuple(self.kernels), self.defines, _settings["sanitize"])
-            function: Any = library[f"launch_{self.name}"]
-        else:
-            function = self._compiled(shared_bytes).kernel.ptr
-        return Launch(self, function, grid, threads, shared_bytes, values)
+        return Launch(self, xp, grid, threads, shared_bytes, self.check(xp, arguments))
+
+    def on_cpu(self, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: Any) -> Callable[[], None]:
+        """A launch on the CPU, of an array of the arguments' addresses."""
+        source = read_source(self.source, for_cpu=True, patches=self.patches)
+        library = build.load(source, tuple(self.kernels), self.defines, _settings["sanitize"])
+        function = library[f"launch_{self.name}"]
+        sizes = (ctypes.c_uint * 3)(*grid), ctypes.c_uint(threads), ctypes.c_uint(shared_bytes)
+
+        def run() -> None:
+            if function(*sizes, arguments, ctypes.c_uint64(_settings["seed"])) != 0:
+                raise RuntimeError(f"{self.name}: a block deadlocked: some of its threads wait for others that never come")
+
+        return run
+
+    def on_gpu(self, grid: tuple[int, int, int], threads: int, shared_bytes: int, arguments: Any) -> Callable[[], None]:
+        """A launch on the current device, of an array of the arguments' addresses."""
+        function = self._compiled(shared_bytes).kernel.ptr
+        return driver.bind_launch(self.name, function, grid, threads, shared_bytes, arguments, self.waits)
 
     def _compiled(self, shared_bytes: int) -> Any:
         import cupy
@@ -183,11 +198,8 @@ class Launch:
     """A kernel with its grid and arguments, ready to go. Arrays may be exchanged for others like them between launches."""
 
     def __init__(
-        self, kernel: Kernel, function: Any, grid: tuple[int, int, int], threads: int, shared_bytes: int, values: list[Any]
+        self, kernel: Kernel, xp: ModuleType, grid: tuple[int, int, int], threads: int, shared_bytes: int, values: list[Any]
     ) -> None:
-        self.name, self.grid, self.threads, self.shared_bytes = kernel.name, grid, threads, shared_bytes
-        self.on_cpu = not isinstance(function, int)
-        self._function = function
         # The arrays live at least as long as their addresses here.
         self._kept = {
             parameter.name: value for parameter, value in zip(kernel.parameters, values, strict=True) if parameter.pointer
@@ -200,7 +212,9 @@ class Launch:
                 held = _SCALARS[parameter.c_type](value.item())
             self._held[parameter.name] = held
         self._arguments = (ctypes.c_void_p * len(self._held))(*map(ctypes.addressof, self._held.values()))
-        self._address = ctypes.addressof(self._arguments)
+        bind = kernel.on_cpu if xp is np else kernel.on_gpu
+        # A grid without blocks launches nothing.
+        self._run = (lambda: None) if 0 in grid else bind(grid, threads, shared_bytes, self._arguments)
 
     def release(self, name: str) -> ctypes.c_void_p:
         """Lets go of an array. Before a further launch, the `value` of what this returns has to be the address of another one, of
@@ -209,25 +223,8 @@ class Launch:
         return self._held[name]
 
     def __call__(self) -> None:
-        """On the current stream of CuPy, or the CPU. A grid without blocks launches nothing."""
-        if 0 in self.grid:
-            return
-        if self.on_cpu:
-            sizes = (ctypes.c_uint * 3)(*self.grid), ctypes.c_uint(self.threads), ctypes.c_uint(self.shared_bytes)
-            if self._function(*sizes, self._arguments, ctypes.c_uint64(_settings["seed"])) != 0:
-                raise RuntimeError(f"{self.name}: a block deadlocked: some of its threads wait for others that never come")
-            return
-        # RawKernel's own call would look at each of some thirty arguments again, at a cost of microseconds.
-        launch, current_stream = _cuda()
-        launch(self._function, *self.grid, self.threads, 1, 1, self.shared_bytes, current_stream().ptr, self._address, 0)
-
-
-@functools.cache
-def _cuda() -> tuple[Any, Any]:
-    import cupy
-    from cupy_backends.cuda.api import driver
-
-    return driver.launchKernel, cupy.cuda.get_current_stream
+        """On the current stream of CuPy, or the CPU."""
+        self._run()
 
 
 def data_pointer(array: Any) -> int:

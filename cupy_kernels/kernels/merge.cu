@@ -43,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
     long long o_inner_stride,
     long long lse_outer_stride,
     long long lse_inner_stride) {
+    wait_for_previous_launch();
     const Row row = block_row(inner);
     const IN* o_row = o_part + row.offset(o_part_outer_stride, o_part_inner_stride);
     const float* lse_row = lse_part + row.offset(lse_part_outer_stride, lse_part_inner_stride);
@@ -87,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge_pair(
     long long lse_inner_stride,
     long long mask_outer_stride,
     long long mask_inner_stride) {
+    wait_for_previous_launch();
     const Row row = block_row(inner);
     if (mask != nullptr && !mask[row.offset(mask_outer_stride, mask_inner_stride)]) return;
     const float x_a = lse_a[row.offset(lse_a_outer_stride, lse_a_inner_stride)];

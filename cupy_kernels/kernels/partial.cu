@@ -85,6 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) partial(
     float* tile = acc + heads * head_dim;
     __shared__ float m[MAX_HEADS], l[MAX_HEADS], alpha[MAX_HEADS], p[MAX_HEADS][TILE];
 
+    wait_for_previous_launch();
     for (int i = threadIdx.x; i < heads * head_dim; i += THREADS) {
         q_tile[i] = to_float(q[request * q_batch_stride + (first_head + i / head_dim) * q_head_stride + i % head_dim]);
         acc[i] = 0.f;
@@ -128,6 +129,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) partial(
         }
     }
     __syncthreads();
+    let_next_launch_begin();
 
     // o[request, head, split, :] and lse[request, head, split]; an empty split writes (0, -inf) through the same lines.
     for (int i = threadIdx.x; i < heads * head_dim; i += THREADS) {

@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     long long lse_split_stride) {
     const int request = blockIdx.x, kv_head = blockIdx.y / head_chunks, chunk = blockIdx.y % head_chunks, split = blockIdx.z;
     const int first_head = kv_head * group_size + chunk * chunk_heads, heads = min(chunk_heads, group_size - chunk * chunk_heads);
+    wait_for_previous_launch();
     const int length = covered_length(context_lens[request * context_lens_stride], max_pages, page_size);
 
     DYNAMIC_SHARED(float4, shared);
@@ -71,6 +72,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     __syncthreads();
     attend(feed, tokens, scale, heads, exchange);
     __syncthreads();
+    let_next_launch_begin();
 
     // o[request, head, split, :] and lse[request, head, split]; an empty split writes (0, -inf) through the same lines.
     const Output output = {
