@@ -216,11 +216,12 @@ class Launch:
         # A grid without blocks launches nothing.
         self._run = (lambda: None) if 0 in grid else bind(grid, threads, shared_bytes, self._arguments)
 
-    def release(self, name: str) -> ctypes.c_void_p:
-        """Lets go of an array. Before a further launch, the `value` of what this returns has to be the address of another one, of
-        the same dtype and strides, which the caller keeps alive."""
+    def release(self, name: str, holder: ctypes.c_void_p) -> None:
+        """Lets go of an array. Before a further launch, the value of `holder` has to be the address of another one, of the same
+        dtype and strides, which the caller keeps alive."""
         self._kept.pop(name)
-        return self._held[name]
+        self._arguments[list(self._held).index(name)] = ctypes.addressof(holder)
+        self._held[name] = holder
 
     def __call__(self) -> None:
         """On the current stream of CuPy, or the CPU."""

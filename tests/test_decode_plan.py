@@ -62,40 +62,64 @@ def test_an_empty_batch(xp):
     assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
 
 
-def cut(array):
+def cut(xp, array):
     return array[..., :-1] if array.ndim > 1 else array[:-1]
 
 
-def respaced(array):
-    wide = np.zeros((array.shape[0], 2 * array.shape[1] if array.ndim > 1 else 1, *array.shape[2:]), array.dtype)
-    return wide[:, ::2] if array.ndim > 1 else np.zeros(2 * len(array), array.dtype)[::2]
+def respaced(xp, array):
+    if array.ndim == 1:
+        return xp.repeat(array, 2)[::2]
+    return xp.zeros((*array.shape[:-1], 2, array.shape[-1]), array.dtype)[..., 0, :]
 
 
-def shifted(array):
-    flat = np.zeros(array.size + 1, array.dtype)
+def shifted(xp, array):
+    flat = xp.zeros(array.size + 1, array.dtype)
     return flat[1:].reshape(array.shape)
 
 
 WIDE, NARROW = ("q", "k_cache", "v_cache"), ("page_table", "context_lens")
 BAD = [
-    (WIDE, lambda x: x.astype(np.float64), TypeError, "expected dtype float16 as planned, got float64"),
-    (NARROW, lambda x: x.astype(np.int64), TypeError, "expected dtype int32 as planned, got int64"),
+    (WIDE, lambda xp, x: x.astype(np.float64), TypeError, "expected dtype float16 as planned, got float64"),
+    (NARROW, lambda xp, x: x.astype(np.int64), TypeError, "expected dtype int32 as planned, got int64"),
     (WIDE + NARROW, cut, ValueError, "expected shape"),
+    (WIDE + NARROW, lambda xp, x: x.reshape(1, *x.shape), ValueError, "expected shape"),
     (WIDE + NARROW, respaced, ValueError, "expected strides"),
+    (WIDE, lambda xp, x: xp.asfortranarray(x), ValueError, "expected strides"),
     (WIDE, shifted, ValueError, "expected memory aligned to 16 bytes as planned"),
-    (WIDE + NARROW, lambda x: x.tolist(), TypeError, "expected a NumPy, CuPy or DLPack array, got list"),
+    (WIDE + NARROW, lambda xp, x: x.tolist(), TypeError, "expected a NumPy, CuPy or DLPack array, got list"),
 ]
+STRIDED = {"all contiguous": False, "one is not": True}
 
 
+@pytest.mark.parametrize("strided", STRIDED.values(), ids=STRIDED)
 @pytest.mark.parametrize(("name", "change", "error", "text"), [(n, *rest) for names, *rest in BAD for n in names])
-def test_refuses_what_it_was_not_planned_for(name, change, error, text):
-    args = full(np)
-    plan = DecodePlan(**args)
-    out, lse = np.full((3, 4, 64), 7, np.float16), np.full((3, 4), 7, np.float32)
+def test_refuses_what_it_was_not_planned_for(xp, name, change, error, text, strided):
+    args = full(xp)
+    out, lse = xp.full((3, 4, 64), 7, np.float16), xp.full((3, 8 if strided else 4), 7, np.float32)
+    lse = lse[:, ::2] if strided else lse
+    plan = DecodePlan(**args, lse_out=lse)
     with pytest.raises(error, match=f"^{name}: {text}"):
-        plan.run(**args | {name: change(args[name])}, out=out, lse_out=lse)
+        plan.run(**args | {name: change(xp, args[name])}, out=out, lse_out=lse)
     assert (out == 7).all()
     assert (lse == 7).all()
+    want = paged_decode(**args)
+    assert_same_bits(tuple(map(to_numpy, plan.run(**args, out=out, lse_out=lse))), tuple(map(to_numpy, want)))
+
+
+@pytest.mark.gpu
+def test_refuses_arrays_of_the_cpu_and_arrays_that_were_reshaped():
+    import cupy
+
+    args = full(cupy)
+    plan = DecodePlan(**args)
+    plan.run(**args)
+    with pytest.raises(TypeError, match=r"^q: expected a cupy array as planned, got numpy's"):
+        plan.run(**args | {"q": to_numpy(args["q"])})
+    with pytest.raises(TypeError, match=r"^q: expected a numpy array as planned, got cupy's"):
+        DecodePlan(**full(np)).run(**args)
+    args["page_table"].shape = (7, 3)
+    with pytest.raises(ValueError, match=r"^page_table: expected shape \[3, 7\] as planned, got \[7, 3\]"):
+        plan.run(**args)
 
 
 @pytest.mark.gpu
