@@ -40,11 +40,12 @@ def max_chunk_heads(head_dim: int) -> int:
 
 def default_config(head_dim: int, group_size: int, requests_per_share: float = 0.0) -> Config:
     """The configuration that was fastest where it was measured (bench/NOTES.md)."""
-    one_tile = chunk_heads(head_dim, group_size) <= N_TILE
+    heads = chunk_heads(head_dim, group_size)
     if head_dim <= 64:
-        return Config(16 if one_tile else 8)
-    # Where blocks have several requests each, one streams while the other on its SM merges.
-    return Config(4, 2) if requests_per_share > 2 and one_tile and head_dim <= 128 else Config(8)
+        return Config(16 if heads <= N_TILE else 8)
+    # Of two blocks on an SM one streams while the other merges. But they are more blocks: more pieces of long requests.
+    enough = 0.5 if heads <= N_TILE // 2 else 2
+    return Config(4, 2) if requests_per_share >= enough and heads <= N_TILE and head_dim <= 128 else Config(8)
 
 
 def chunks(head_dim: int, group_size: int) -> int:

@@ -71,9 +71,10 @@ struct Deal {
 __device__ __forceinline__ Piece merge_followers(
     const Mailboxes& mailboxes, const Piece& own, int share, int followers, bool has_item, int item, const Deal& deal, float scale) {
     const int sharer = lane_index() / deal.width, sharers = 32 / deal.width, pieces = has_item ? followers + 1 : 0;
-    Piece piece = merge_pieces<MERGE_BATCH>(scale, sharer, pieces, sharers, [&](int p) {
-        return p == 0 ? own : mailboxes.read(share + p, item);
-    }, IsThere());
+    const auto read = [&](int p) { return p == 0 ? own : mailboxes.read(share + p, item); };
+    // The same bits either way, but every piece that might be there costs time.
+    Piece piece = followers < 2 * sharers ? merge_pieces<2>(scale, sharer, pieces, sharers, read, IsThere())
+                                          : merge_pieces<MERGE_BATCH>(scale, sharer, pieces, sharers, read, IsThere());
     #pragma unroll 1
     for (int step = deal.width; step < 32; step *= 2) {
         const auto from_other = [&](float x) { return __shfl_xor_sync(0xffffffffu, x, step); };

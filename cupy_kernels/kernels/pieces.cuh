@@ -51,6 +51,12 @@ __device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, i
 // Pieces of one column that a thread has under way at once when it merges; registers decide.
 #define MERGE_BATCH (THREADS > 256 ? 4 : 8)
 
+// x / l, given 1 / l: rounded as a division is, at the cost of a product and a remainder (Markstein 1990). Infinite as x is.
+__device__ __forceinline__ float quotient(float x, float l, float inverse) {
+    const float q = x * inverse;
+    return fabsf(q) < __int_as_float(0x7f800000) ? fmaf(fmaf(-q, l, x), inverse, q) : q;
+}
+
 // o and lse of one request: o[head, d], lse[head].
 struct Output {
     OUT* o;
@@ -60,9 +66,11 @@ struct Output {
 
     __device__ void write(const Piece& piece, float scale, int head, int column) const {
         const Softmax state = {scale, piece.m, piece.l};
+        const float inverse = 1.f / piece.l;
         const float acc[4] = {piece.acc.x, piece.acc.y, piece.acc.z, piece.acc.w};
         #pragma unroll
-        for (int i = 0; i < 4; i++) o[head * o_head_stride + 4 * column + i] = from_float<OUT>(state.normalised(acc[i]));
+        for (int i = 0; i < 4; i++)
+            o[head * o_head_stride + 4 * column + i] = from_float<OUT>(state.empty() ? 0.f : quotient(acc[i], piece.l, inverse));
         if (column == 0) lse[head * lse_head_stride] = state.scaled_lse(natural);
     }
 };
