@@ -19,13 +19,17 @@ from .arrays import (
     check_unit_stride,
     data_pointer,
     dtype_name,
+    element_strides,
     on_device,
     strides,
 )
 from .problem import LSE_BASES
 
 ALGORITHMS = ("max_first", "online")
-THREADS = 128
+THREADS = 256
+WARPS = THREADS // 32
+# States of a row that a warp has under way at once.
+BATCH = 8
 _LOG2_PER_UNIT = {"e": math.log2(math.e), "2": 1.0}
 
 
@@ -84,11 +88,15 @@ def bind_merge(
 ) -> jit.Launch:
     """The merge kernel on checked arrays [outer, inner, num_states, head_dim] -> [outer, inner, head_dim]."""
     outer, inner, num_states, head_dim = o_part.shape
-    merge = jit.kernel("merge.cu", "merge", IN=str(o_part.dtype), OUT=str(o.dtype), THREADS=THREADS)
-    return merge.bind(
-        xp, (outer * inner, 1, 1), THREADS, 0,
-        o_part=o_part, lse_part=lse_part, o=o, lse=lse, inner=inner, num_states=num_states, head_dim=head_dim,
-        log2_per_unit=_LOG2_PER_UNIT[lse_base], max_first=int(algorithm == "max_first"),
+    rows, width = outer * inner, _width(o_part)
+    # Warps of a row: one for each batch of its states, in powers of two, up to a whole block.
+    ways = min(1 << (math.ceil(num_states / BATCH) - 1).bit_length(), WARPS)
+    blocks = math.ceil(rows * ways / WARPS) * math.ceil(head_dim / (32 * width))
+    constants = {"IN": str(o_part.dtype), "OUT": str(o.dtype), "WIDTH": width, "BATCH": BATCH, "THREADS": THREADS}
+    return jit.kernel("merge.cu", "merge", **constants).bind(
+        xp, (blocks, 1, 1), THREADS, 0,
+        o_part=o_part, lse_part=lse_part, o=o, lse=lse, rows=rows, inner=inner, num_states=num_states, head_dim=head_dim,
+        ways=ways, log2_per_unit=_LOG2_PER_UNIT[lse_base], max_first=int(algorithm == "max_first"),
         **strides("o_part", o_part, "outer", "inner", "state"), **strides("lse_part", lse_part, "outer", "inner", "state"),
         **strides("o", o, "outer", "inner"), **strides("lse", lse, "outer", "inner"),
     )  # fmt: skip
@@ -167,15 +175,22 @@ def _launch_pair(xp: ModuleType, o_a: Any, lse_a: Any, o_b: Any, lse_b: Any, o: 
     mask_rows = None if mask is None else mask.reshape(outer, inner)
     by_name = {**states, "mask": states["lse"] if mask is None else mask_rows}
     by_row = {key: value for name, rows in by_name.items() for key, value in strides(name, rows, "outer", "inner").items()}
-    merge_pair = jit.kernel("merge.cu", "merge_pair", IN=str(o.dtype), OUT=str(o.dtype), THREADS=THREADS)
-    merge_pair(
-        xp, (outer * inner, 1, 1), THREADS, 0, **states, mask=mask_rows, inner=inner, head_dim=head_dim,
+    rows, width = outer * inner, min(_width(states["o_a"]), _width(states["o_b"]))
+    constants = {"IN": str(o.dtype), "OUT": str(o.dtype), "WIDTH": width, "BATCH": BATCH, "THREADS": THREADS}
+    jit.kernel("merge.cu", "merge_pair", **constants)(
+        xp, (math.ceil(rows / WARPS), 1, 1), THREADS, 0, **states, mask=mask_rows, rows=rows, inner=inner, head_dim=head_dim,
         log2_per_unit=_LOG2_PER_UNIT[lse_base], **by_row,
     )  # fmt: skip
     # Where axes could not be folded into two, reshape made a copy, and the result has to go back.
     for target, written in ((o, states["o"]), (lse, states["lse"])):
         if target.size and data_pointer(target) != data_pointer(written):
             target[...] = written.reshape(target.shape)
+
+
+def _width(o: Any) -> int:
+    """Columns that a lane loads at once: 4 if every row of o begins where so many elements may, else 1."""
+    steps = (stride for stride, size in zip(element_strides(o)[:-1], o.shape[:-1], strict=True) if size > 1)
+    return 1 if data_pointer(o) % (4 * o.itemsize) or any(x % 4 for x in (o.shape[-1], *steps)) else 4
 
 
 def _rows(lead: Any) -> tuple[int, int]:

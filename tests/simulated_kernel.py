@@ -159,15 +159,27 @@ class Kernel:
     def weight(self, x):
         return self.ex2((x.astype(F32) * F32(1 / LN2)).astype(F32))
 
-    def merge(self, o, lse):
-        count, acc, l = len(o), np.zeros(o[0].shape, F32), np.zeros(lse[0].shape, F32)
-        m = lse.max(0) if self.a.merge == "max_first" else lse[0]
-        for s in range(count):
+    def merge(self, o, lse, places=None):
+        """States `o [s, head, d]` and `lse [s, head]`; `places` are theirs among all, of which the others are empty."""
+        ways = [self.a.merge_way(s) for s in (range(len(o)) if places is None else places)]
+        sums = [self.merge_one_way(o, lse, np.flatnonzero(np.equal(ways, way))) for way in sorted(set(ways))]
+        m, l, acc = sums[0]
+        if len(sums) > 1:
+            m, l, acc = np.max([m for m, _, _ in sums], axis=0), np.zeros_like(l), np.zeros_like(acc)
+            for m_w, l_w, acc_w in sums:
+                w = self.weight(m_w - m)
+                acc, l = fma(w[:, None], acc_w, acc), fma(w, l_w, l)
+        return acc / l[:, None], self.log_sum(m, l)
+
+    def merge_one_way(self, o, lse, states):
+        acc, l = np.zeros(o[0].shape, F32), np.zeros(lse[0].shape, F32)
+        m = lse.max(0) if self.a.merge == "max_first" else lse[states[0]]
+        for s in states:
             old, m = m, np.maximum(m, lse[s])
             alpha = self.weight(old - m)
             w = self.weight(lse[s] - m)
             acc, l = fma(w[:, None], o[s], acc * alpha[:, None]), l * alpha + w
-        return acc / l[:, None], self.log_sum(m, l)
+        return m, l, acc
 
     def run(self, q, k, v, scale, order):
         """Output before its last rounding (float32), output, lse, and the stored partials [split, head, ...]."""
@@ -182,7 +194,7 @@ class Kernel:
             return o[0], o[0].astype(DTYPES[self.a.out_dtype]), lse[0], (o, lse)
         o = o.astype(DTYPES[self.a.partial_dtype])
         lse = lse.astype(DTYPES[self.a.lse_dtype]).astype(F32)
-        out, total = self.merge(o.astype(F32), lse)
+        out, total = self.merge(o.astype(F32), lse, [i for i, split in enumerate(order) if split])
         return out, out.astype(DTYPES[self.a.out_dtype]), total, (o, lse)
 
 

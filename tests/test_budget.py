@@ -42,6 +42,7 @@ KERNELS = {
         tensor_cores(Case("c", num_q_heads=2, num_kv_heads=1, schedule="balanced", num_splits=None, dtype="bfloat16")),
         share_ways=(2,), mma_products=8,
     ),
+    "dealt": Arithmetic(tile=16, pv="fma", dot_depth=15, merge="online", merge_ways=2, out_dtype="float32"),
     "shifted": Arithmetic(tile=16, pv="fma", p="float16", p_shift=12, merge="online", dot_depth=15, out_dtype="bfloat16"),
     "a100": Arithmetic(
         tile=32, dot="mma", pv="mma", p="bfloat16x2", mma_products=8, mma_extra_bits=1, out_dtype="float16"
@@ -187,10 +188,11 @@ def test_exact_values_are_the_reference_s(layout, pages):
     assert (np.isneginf(parts.lse) == np.isneginf(lse_part)).all()
 
 
+@pytest.mark.parametrize("dealt", [{}, {"merge_ways": 4, "merge_batch": 3}], ids=["one way", "dealt"])
 @pytest.mark.parametrize("algorithm", ["max_first", "online"])
 @pytest.mark.parametrize("case", states, ids=lambda case: case.name)
-def test_bound_of_a_merge_holds(case, algorithm):
-    a = Arithmetic(merge=algorithm, out_dtype="float32")
+def test_bound_of_a_merge_holds(case, algorithm, dealt):
+    a = Arithmetic(merge=algorithm, out_dtype="float32", **dealt)
     o, lse = build_states(case)
     budget = merge_budget(o, lse, a)
     want, want_lse = reference.merge(o, lse, precision=reference.Precision.uniform("float64"))
@@ -203,7 +205,7 @@ def test_bound_of_a_merge_holds(case, algorithm):
         used = ~np.isneginf(lse[row])
         if not used.any() or not finite[row].all():
             continue
-        out, total = kernel.merge(np.float32(o[row][used])[:, None], lse[row][used][:, None])
+        out, total = kernel.merge(np.float32(o[row][used])[:, None], lse[row][used][:, None], np.flatnonzero(used))
         assert ratio(np.abs(out[0] - want[row]), budget.total[row]) <= 1
         assert ratio(np.abs(total[0] - want_lse[row]), budget.lse_total[row]) <= 1
 

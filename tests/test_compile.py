@@ -10,6 +10,7 @@ import pytest
 from cupy_kernels import balanced, jit
 from cupy_kernels.arrays import FLOAT_DTYPES
 from cupy_kernels.decode import THREADS as PARTIAL_THREADS
+from cupy_kernels.merge import BATCH
 from cupy_kernels.merge import THREADS as MERGE_THREADS
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
@@ -20,8 +21,12 @@ SPECIALISATIONS = [
         for kv, out in itertools.product(FLOAT_DTYPES, FLOAT_DTYPES)
     ),
     *(
-        ("merge.cu", ("merge", "merge_pair"), {"IN": of_states, "OUT": out, "THREADS": MERGE_THREADS})
-        for of_states, out in itertools.product(FLOAT_DTYPES, FLOAT_DTYPES)
+        (
+            "merge.cu",
+            ("merge", "merge_pair"),
+            {"IN": of_states, "OUT": out, "WIDTH": width, "BATCH": BATCH, "THREADS": MERGE_THREADS},
+        )
+        for of_states, out, width in itertools.product(FLOAT_DTYPES, FLOAT_DTYPES, (1, 4))
     ),
 ]
 # Those for tensor cores are too many for a minute: 80 of each of two files, half a second an architecture. Each is compiled for

@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 
-from cupy_kernels import jit
+from cupy_kernels import jit, merge_states
 from cupy_kernels.balanced import Config, plan_grid
-from verify import SOURCES, Arithmetic, Case, build, decode_budget, head_budget, kernels
+from cupy_kernels.merge import ALGORITHMS, BATCH, WARPS
+from verify import SOURCES, Arithmetic, Case, build, decode_budget, head_budget, kernels, merge_budget
 from verify.accumulation import Layout
+from verify.budget import merge_order
 from verify.descriptions import balanced_orders
 from verify.lists import LISTS
+from verify.states import build_states, states
 
 
 @pytest.mark.parametrize("list_name", ["smoke", "edge"])
@@ -41,6 +44,31 @@ def test_exponentials_and_roundings_of_a_merge_by_hand():
     assert a.merging(8, 1) == (2, 9)
     # 20 shares by 2 threads: 10 each in three batches, then their two sums.
     assert a.merging(8, 20) == (2 + 1 + 2 + 1, 9 + 10 + 2 + 2)
+
+
+MERGE = {"merge_ways": WARPS, "merge_batch": BATCH}
+
+
+def test_states_are_dealt_to_warps():
+    a = Arithmetic(**MERGE)
+    assert Case("c").arithmetic().merge_ways == Case("c", kernel="readable").arithmetic().merge_ways == WARPS
+    assert [a.merge_way(i) for i in (0, 7, 8, 63, 64)] == [0, 0, 1, 7, 0]
+    assert merge_order(70, a) == [[range(8), range(64, 70)], *([range(i, i + 8)] for i in range(8, 64, 8))]
+    assert merge_order(9, Arithmetic(merge="online", **MERGE))[1] == [range(8, 9)]
+    assert merge_order(70, Arithmetic()) == [[range(70)]]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("case", states, ids=lambda case: case.name)
+def test_the_merge_kernel_does_what_its_description_says(case, algorithm):
+    o, lse = build_states(case)
+    budget = merge_budget(o, lse, Arithmetic(merge=algorithm, out_dtype=case.dtype, **MERGE))
+    with np.errstate(invalid="ignore"):
+        for got, want, bound in zip(
+            merge_states(o, lse, algorithm=algorithm), (budget.out, budget.lse), (budget.total, budget.lse_total), strict=True
+        ):
+            np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
+            assert np.all((np.abs(got.astype(np.float64) - want) <= bound) | ~np.isfinite(want))
 
 
 def test_a_lazy_maximum_is_an_interval():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, decode, launch, paged
 
-from cupy_kernels import jit, merge_state_in_place, paged_decode, split_decode
+from cupy_kernels import jit, merge_state_in_place, merge_states, paged_decode, split_decode
 from cupy_kernels.host import build
 
 ROOT = Path(__file__).parents[1]
@@ -62,10 +62,22 @@ class TestOrder:
         o, lse = np.random.default_rng(0).standard_normal((2, 1, 200)).astype(np.float32), np.zeros((2, 1), np.float32)
         want = o.copy(), lse.copy()
         merge_state_in_place(want[0][0], want[1][0], o[1], lse[1] + 1)
-        fault = ("merge.cu", "    __syncthreads();\n", "")
+        fault = ("merge.cu", "    __syncwarp();\n", "")
         with jit.settings(patches=[fault]):
             merge_state_in_place(o[0], lse[0], o[1], lse[1] + 1)
         assert not np.array_equal(o[0], want[0][0])
+
+    def test_a_missing_barrier_among_the_warps_of_a_merge_is_exposed(self):
+        o, lse = np.random.default_rng(0).standard_normal((3, 40, 32)).astype(np.float32), np.zeros((3, 40), np.float32)
+        want = merge_states(o, lse)[0]
+        fault = ("merge.cu", "        __syncthreads();\n        if (way > 0) return;\n", "        if (way > 0) return;\n")
+        differ = 0
+        for seed in SEEDS:
+            with jit.settings(seed=seed):
+                np.testing.assert_array_equal(merge_states(o, lse)[0], want)
+            with jit.settings(seed=seed, patches=[fault]):
+                differ += not np.array_equal(merge_states(o, lse)[0], want)
+        assert differ
 
     def test_orders_differ_and_visit_each_block_and_thread_once(self):
         text = """extern "C" __global__ void visit(int* order, int* next) {

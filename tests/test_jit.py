@@ -56,8 +56,11 @@ class TestParameters:
             assert {p.c_type for p in parameters} <= set(jit.DTYPES), file
 
 
+MERGE = {"WIDTH": 1, "BATCH": 8, "THREADS": 128}
+
+
 def merge_arguments():
-    kernel = jit.kernel("merge.cu", "merge", IN="float16", OUT="float32", THREADS=128)
+    kernel = jit.kernel("merge.cu", "merge", IN="float16", OUT="float32", **MERGE)
     arguments = {p.name: 1 for p in kernel.parameters}
     o_part = np.array([[[[1, 2, 3, 4]]]], np.float16)
     arrays = {"o_part": o_part, "lse_part": np.zeros((1, 1, 1), np.float32)}
@@ -88,7 +91,7 @@ class TestArguments:
             ({"o": np.zeros(4)}, TypeError, "merge.o: expected dtype float32, got float64"),
             ({"o_part": np.zeros(4, np.float32)}, TypeError, "merge.o_part: expected dtype float16, got float32"),
             ({"o_part": np.zeros(4, np.uint16)}, TypeError, "merge.o_part: expected dtype float16, got uint16"),
-            ({"more": 1}, TypeError, "merge: expected arguments o_part, lse_part, o, lse, inner, num_states, "),
+            ({"more": 1}, TypeError, "merge: expected arguments o_part, lse_part, o, lse, rows, inner, num_states, "),
         ],
     )
     def test_wrong(self, change, error, text):
@@ -113,7 +116,7 @@ class TestArguments:
         assert type(values["o_outer_stride"]) is np.int64
 
     def test_null_only_where_the_text_says_so(self):
-        pair = jit.kernel("merge.cu", "merge_pair", IN="float32", OUT="float32", THREADS=128)
+        pair = jit.kernel("merge.cu", "merge_pair", IN="float32", OUT="float32", **MERGE)
         assert [p.name for p in pair.parameters if p.nullable] == ["mask"]
 
     def test_a_grid_without_blocks_launches_nothing(self):
@@ -139,10 +142,10 @@ class TestSource:
             jit.settings(patches=[("state.cuh", old, "x")]),
             pytest.raises(ValueError, match=r"^state\.cuh: expected .* once, got"),
         ):
-            jit.kernel("merge.cu", "merge", IN="float32", OUT="float32", THREADS=128)
+            jit.kernel("merge.cu", "merge", IN="float32", OUT="float32", **MERGE)
 
     def test_a_patched_kernel_is_another_kernel(self):
-        options = {"IN": "float32", "OUT": "float32", "THREADS": 128}
+        options = {"IN": "float32", "OUT": "float32", **MERGE}
         plain = jit.kernel("merge.cu", "merge", **options)
         with jit.settings(patches=[("state.cuh", "l == 0.f; }", "l <= 0.f; }")]):
             assert jit.kernel("merge.cu", "merge", **options) is not plain

@@ -106,6 +106,63 @@ def test_strides(xp, shape):
     assert_same_bits(merged(xp, merge_states, o, lse), want)
 
 
+class TestManyStates:
+    """Rows of more states than one warp takes, and of more or fewer columns than it has lanes for."""
+
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    @pytest.mark.parametrize("num_states", [1, 7, 8, 9, 17, 40, 64, 65, 200])
+    @pytest.mark.parametrize("head_dim", [1, 66, 128, 260])
+    def test_against_the_reference(self, xp, algorithm, num_states, head_dim):
+        o, lse = states((3, 3), num_states, head_dim, seed=num_states)
+        # Nothing in the first batch of one row, and in all but the last state of another.
+        lse[0, 0, :8] = lse[1, 1, :-1] = -np.inf
+        want, want_lse = reference.merge(o, lse, precision=F64)
+        e_o, e_lse = merge_bound(o, lse, want, want_lse)
+        o[lse == -np.inf] = np.nan
+        got, got_lse = merged(xp, merge_states, o, lse, algorithm=algorithm)
+        assert_within(got, want, e_o)
+        assert_within(got_lse, want_lse, e_lse)
+
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    @pytest.mark.parametrize("num_states", [3, 9, 30, 70])
+    def test_empty_states_behind_change_no_bit(self, xp, algorithm, num_states):
+        o, lse = states((5,), num_states, 32)
+        want = merged(xp, merge_states, o, lse, algorithm=algorithm)
+        for behind in (1, 10, 100):
+            o_more = np.concatenate([o, np.full((5, behind, 32), np.nan, np.float32)], 1)
+            lse_more = np.concatenate([lse, np.full((5, behind), -np.inf, np.float32)], 1)
+            assert_same_bits(merged(xp, merge_states, o_more, lse_more, algorithm=algorithm), want)
+
+    @pytest.mark.parametrize("num_states", [2, 12, 40, 100])
+    def test_a_row_does_not_depend_on_others(self, xp, num_states):
+        o, lse = states((11,), num_states, 64)
+        want = merged(xp, merge_states, o, lse)
+        for rows in (slice(0, 1), slice(3, 10), slice(10, 11)):
+            assert_same_bits(merged(xp, merge_states, o[rows], lse[rows]), tuple(x[rows] for x in want))
+
+    @pytest.mark.parametrize("position", [0, 8, 39])
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_nan_anywhere(self, xp, algorithm, position):
+        o, lse = states((3,), 40)
+        o[0, position, 5] = np.nan
+        lse[1, position] = np.nan
+        got, got_lse = merged(xp, merge_states, o, lse, algorithm=algorithm)
+        assert np.argwhere(np.isnan(got)).tolist() == [[0, 5], *([1, d] for d in range(8))]
+        assert np.isnan(got_lse).tolist() == [False, True, False]
+
+
+@every_dtype
+def test_unaligned_rows_give_the_same_bits(xp, dtype):
+    o, lse = states((5,), 3, 64, dtype)
+    memory = np.zeros((5, 3, 65), o.dtype)
+    memory[..., 1:] = o
+    assert_same_bits(merged(xp, merge_states, memory[..., 1:], lse), merged(xp, merge_states, o, lse))
+    pair = o[:, 0].copy(), lse[:, 0].copy(), o[:, 1].copy(), lse[:, 1].copy()
+    want = merged(xp, merge_state, *pair)
+    assert_same_bits(merged(xp, merge_state, memory[:, 0, 1:], *pair[1:]), want)
+    assert_same_bits(in_place(xp, *pair[:2], memory[:, 1, 1:], pair[3]), want)
+
+
 class TestInPlace:
     @pytest.mark.parametrize("lead", [(7,), (3, 5), (2, 3, 4)])
     @every_dtype

@@ -97,6 +97,9 @@ class Arithmetic:
     out_dtype: str = "float32"
     # "max_first": maximum of all states, then one weighted sum; "online": a running state rescaled per split
     merge: str = "max_first"
+    # running sums that a merge deals its states to in turn, `merge_batch` at a time, and adds, or merges, in the end
+    merge_ways: int = 1
+    merge_batch: int = 1
     # tensor cores: products per block FMA and alignment bits beyond float32's: 16 and 2 on H100 and H200, 8 and 1
     # on A100, 4 and 0 on V100 (Khattak and Mikaitis, arXiv 2512.07004)
     mma_products: int = 16
@@ -152,6 +155,10 @@ class Arithmetic:
             rescales = math.ceil(own / 4) - 1
             costs.append((levels + 1 + rescales + depth, roundings + own + rescales + 2 * depth))
         return max(costs)
+
+    def merge_way(self, state: int) -> int:
+        """The running sum of a merge that takes a state, by its place among the states."""
+        return state // self.merge_batch % self.merge_ways
 
     @property
     def argument_roundings(self) -> int:

@@ -122,13 +122,13 @@ def head_budget(q: np.ndarray, k: np.ndarray, v: np.ndarray, sm_scale: float, ar
     q, k, v = (np.asarray(x).astype(np.float64) for x in (q, k, v))
     undivided = bool(arithmetic.share_ways)
     layout = Layout.of([split for split in order if split], len(k), undivided)
+    merged = len(order) > 1 and not undivided
+    ways = [arithmetic.merge_way(i) for i, split in enumerate(order) if split] if merged else None
     if not len(k):
         return Budget.empty(*q.shape)
     # Visible NaN and inf are legal inputs; what they reach comes out as NaN.
     with np.errstate(all="ignore"):
-        head = HeadTerms(
-            q, k[layout.tokens], v[layout.tokens], sm_scale, arithmetic, layout, merged=len(order) > 1 and not undivided
-        )
+        head = HeadTerms(q, k[layout.tokens], v[layout.tokens], sm_scale, arithmetic, layout, ways)
         return _assemble(head, arithmetic, layout)
 
 
@@ -205,13 +205,12 @@ def partial_budget(inputs: Inputs, arithmetic: Arithmetic, orders: Sequence[Orde
 def merge_budget(o: np.ndarray, lse: np.ndarray, arithmetic: Arithmetic) -> Budget:
     """Bounds of a merge of given states, `o [..., num_states, head_dim]` and natural `lse [..., num_states]`.
 
-    A token is a state, (v, score): a merge is attention to the states with lse - max as scores. Of `arithmetic`,
-    `merge`, `ex2`, `lg2`, `division` and `out_dtype` matter. States of lse -inf are selected away.
+    A token is a state, (v, score): a merge is attention to the states with lse - max as scores. Of `arithmetic`, `merge` and its
+    ways and batch, `ex2`, `lg2`, `division` and `out_dtype` matter. States of lse -inf are selected away.
     """
-    tile = 1 if arithmetic.merge == "online" else lse.shape[-1]
     # The difference, its product with log2(e) and that constant are rounded, as scores are; nothing else is.
     states = replace(arithmetic, dot="fma", dot_depth=0, pv="fma", p="float32", constant=1.0, lse_m=0.0)
-    order = tiled_order([range(lse.shape[-1])], tile)
+    order = [merge_order(lse.shape[-1], arithmetic)]
     parts = [Budget.empty(0, o.shape[-1])]
     for o_row, lse_row in zip(o.reshape(-1, *o.shape[-2:]), lse.reshape(-1, lse.shape[-1]), strict=True):
         lse_row, absent = lse_row.astype(np.float64), np.isneginf(lse_row)
@@ -223,6 +222,17 @@ def merge_budget(o: np.ndarray, lse: np.ndarray, arithmetic: Arithmetic) -> Budg
         row.lse_terms[:, -1] = np.where(absent.all(), 0, U32 * np.abs(row.lse))
         parts.append(row)
     return Budget.combine(parts, lse.shape[:-1])
+
+
+def merge_order(num_states: int, arithmetic: Arithmetic) -> list[list[range]]:
+    """The states of a merge as tokens of one split: each way a running state, each batch a tile, or each state if `online`."""
+    a = arithmetic
+    if a.merge_ways == 1 and a.merge == "max_first":
+        return [[range(num_states)]]
+    size = 1 if a.merge == "online" else a.merge_batch
+    tiles = [range(i, min(i + size, num_states)) for i in range(0, num_states, size)]
+    ways = [[tile for tile in tiles if a.merge_way(tile.start) == way] for way in range(a.merge_ways)]
+    return [way for way in ways if way]
 
 
 def default_orders(inputs: Inputs, arithmetic: Arithmetic, **splits: int | None) -> list[Order]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from cupy_kernels import balanced
+from cupy_kernels.merge import BATCH, WARPS
 
 from .arithmetic import Arithmetic, Order, tiled_order
 
@@ -32,6 +33,9 @@ def readable(case: Case) -> Arithmetic:
         tile=32,
         # ln2 as two floats in an FMA.
         lse_m=0.0,
+        # A warp takes a batch of states, the next warp the next one.
+        merge_ways=WARPS,
+        merge_batch=BATCH,
         partial_dtype=case.partial_dtype,
         out_dtype=case.output_dtype,
     )
@@ -61,6 +65,9 @@ def tensor_cores(case: Case) -> Arithmetic:
         # scaled_lse(): the scaled maximum is a pair, and ln2 too.
         lse_m=0.0,
         share_ways=_share_ways(case, config) if case.schedule == "balanced" else (),
+        # A warp takes a batch of states, the next warp the next one.
+        merge_ways=WARPS,
+        merge_batch=BATCH,
         partial_dtype=case.partial_dtype,
         out_dtype=case.output_dtype,
     )

@@ -61,24 +61,25 @@ _ACC = "acc[i] = fmaf(acc[i], alpha[h], sum);"
 _STORE_O = "from_float<OUT>(Softmax{1.f, m[h], l[h]}.normalised(acc[i]));"
 _STORE_LSE = "natural ? state.natural_lse() : state.lse();"
 _PAGE_END = "(tokens.end + page_size - 1) / page_size * page_size"
-_RUNNING = """Softmax merged = {log2_per_unit};
-        float acc = 0.f;
-        // With"""
-_TAKE_RAISE = "acc *= merged.raise(x);"
-_TAKE_O = "acc = fmaf(weight, o_x, acc);"
-_MERGED_O = "from_float<OUT>(merged.normalised(acc));"
-_MERGED_LSE = """= merged.lse();
-    }
-}
-
-// Two states"""
+_RUNNING = """Running merged = {{log2_per_unit}};
+    for (int first"""
+_TAKE = "const float weight = sum.weight(x);"
+_TAKE_O = "add(weight, o_x);"
+_MERGED = "    merged.store(o + row.offset(o_outer_stride, o_inner_stride), lse + row.offset(lse_outer_stride, lse_inner_stride), d);\n}\n\n// Two"
+_MERGED_O = "from_float<T>(sum.normalised(acc.at[i]));"
+_MERGED_LSE = "*lse = sum.lse();"
 _NATURAL = "return empty() ? NEG_INF : fmaf(m, LN2_HI, fmaf(m, LN2_LO, log2f(l) * LN2_HI));"
 _OFFSET = "page_table[token / page_size] * page_stride"
 _VISIBLE = "max(0, length - window)"
 
 
 def _lse(expression: str) -> str:
-    return _MERGED_LSE.replace("merged.lse()", expression)
+    return _MERGED_LSE.replace("sum.lse()", expression)
+
+
+def _before_store(factor: str) -> tuple[str, str]:
+    """Multiplies what is divided by l in the end."""
+    return (_MERGED, f"    for (float& a : merged.acc.at) a *= {factor};\n" + _MERGED)
 
 
 def _store(c_type: str) -> Patches:
@@ -106,13 +107,11 @@ UNGUARDED_PARTIAL = _partial(
     (_STORE_LSE, "(state.m + log2f(state.l)) * (natural ? LN2_HI : 1.f);"),
 )  # fmt: skip
 UNGUARDED_MERGE = _merge(
-    ("s < num_states; s++) merged.raise(lse_row[s * lse_part_state_stride]);",
-     "s < num_states; s++) merged.m = fmaxf(merged.m, lse_row[s * lse_part_state_stride]);"),
-    ("if (x != NEG_INF) take(merged, acc, x, to_float(o_row[s * o_part_state_stride + d]));",
-     "const float weight = ex2((x - merged.m) * log2_per_unit);\n            merged.l += weight;\n"
-     "            acc = fmaf(weight, to_float(o_row[s * o_part_state_stride + d]), acc);"),
-    (_MERGED_O, "from_float<OUT>(acc / merged.l);"),
-    (_MERGED_LSE, _lse("merged.m + log2f(merged.l) / log2_per_unit")),
+    ("merged.raise(warp_max(top));", "merged.sum.m = warp_max(top);"),
+    ("if (x == NEG_INF) continue;", "if (first + i >= num_states) continue;"),
+    (_TAKE, "const float weight = ex2((x - sum.m) * sum.log2_per_unit);"),
+    (_MERGED_O, "from_float<T>(acc.at[i] / sum.l);"),
+    (_MERGED_LSE, _lse("sum.m + log2f(sum.l) / sum.log2_per_unit")),
 )  # fmt: skip
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -123,24 +122,26 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(3, "sentinel_5e4", "masked scores are -5e4 instead of -inf", _partial((_MASKED, _MASKED.replace("NEG_INF", "-5e4f")))),
     Mutant(3, "sentinel_1e4", "masked scores are -1e4 instead of -inf", _partial((_MASKED, _MASKED.replace("NEG_INF", "-1e4f")))),
     Mutant(4, "merge_without_max", "the merge exponentiates lse without subtracting the maximum",
-           _merge((_TAKE_RAISE, "merged.m = 0.f;")), classic="merge without the maximum"),
+           _merge((_TAKE, "sum.m = 0.f;\n        " + _TAKE)), classic="merge without the maximum"),
     Mutant(5, "sum_of_o", "the merge adds the o of all splits",
-           _merge((_TAKE_O, "acc += o_x;"), (_MERGED_O, "from_float<OUT>(acc);")), classic="o without lse"),
+           _merge((_TAKE_O, "add(1.f, o_x);"), _before_store("merged.sum.l")), classic="o without lse"),
     Mutant(6, "average_of_o", "the merge averages the o of all splits",
-           _merge((_TAKE_O, "acc += o_x;"), (_MERGED_O, "from_float<OUT>(acc / num_states);")), classic="o without lse"),
-    Mutant(7, "natural_as_base_2", "natural lse merged as base 2", _merge((_RUNNING, _RUNNING.replace("log2_per_unit", "1.f")))),
+           _merge((_TAKE_O, "add(1.f, o_x);"), _before_store("merged.sum.l / num_states")), classic="o without lse"),
+    Mutant(7, "natural_as_base_2", "natural lse merged as base 2",
+           _merge((_RUNNING, _RUNNING.replace("log2_per_unit", "1.f")),
+                  ("        merged = {{log2_per_unit}};", "        merged = {{1.f}};"))),
     Mutant(7, "base_2_as_natural", "base-2 lse merged as natural", _partial((_STORE_LSE, "state.lse();"))),
     Mutant(8, "exp2_without_log2e", "exp2 of natural scores", _partial((_MASKED, _MASKED.replace("scale_log2", "(scale_log2 * LN2_HI)")))),
     Mutant(9, "acc_not_rescaled", "the accumulator keeps its old maximum", _partial((_ACC, "acc[i] = acc[i] + sum;"))),
     Mutant(9, "l_not_rescaled", "the denominator keeps its old maximum", _state(("l *= alpha;", ""))),
     Mutant(9, "alpha_in_base_e", "rescale factors in base e", _state(("const float alpha = weight(old);", "const float alpha = expf(old - pivot());"))),
     Mutant(10, "no_division", "partial o stored without the division by l", _partial((_STORE_O, "from_float<OUT>(acc[i]);"))),
-    Mutant(11, "lse_without_max", "the returned lse lacks the maximum", _merge((_MERGED_LSE, _lse("log2f(merged.l) / log2_per_unit")))),
-    Mutant(11, "lse_in_base_2", "the returned lse is in base 2", _merge((_MERGED_LSE, _lse("merged.lse() * log2_per_unit")))),
+    Mutant(11, "lse_without_max", "the returned lse lacks the maximum", _merge((_MERGED_LSE, _lse("log2f(sum.l) / sum.log2_per_unit")))),
+    Mutant(11, "lse_in_base_2", "the returned lse is in base 2", _merge((_MERGED_LSE, _lse("sum.lse() * sum.log2_per_unit")))),
     Mutant(12, "split_overlap", "splits overlap by a page", _pages(("end = begin + pps * page_size;", "end = begin + (pps + 1) * page_size;"))),
     Mutant(13, "tail_pages_dropped", "pages per split rounded down", _pages(("(pages + num_splits - 1) / num_splits;", "pages / num_splits;"))),
     Mutant(14, "last_split_dropped", "the merge stops one state early",
-           _merge(("for (int s = 0; s < num_states; s++) {", "for (int s = 0; s < num_states - 1; s++) {"))),
+           _merge(("first + lane < num_states ? *lse_s", "first + lane < num_states - 1 ? *lse_s"))),
     Mutant(15, "newest_token_lost", "the length is one short", _partial(("const int length = covered_length(", "const int length = -1 + covered_length("))),
     Mutant(16, "last_page_not_masked", "the last page counts as full",
            _pages(("(int)min(end, (long long)length)}", "(int)min(end, pages * page_size)}"))),
@@ -187,5 +188,7 @@ MUTANTS: tuple[Mutant, ...] = (
            _merge(("        merged.raise(x_a);\n", "        const float x_a = lse_a[row.offset(lse_a_outer_stride, lse_a_inner_stride)];\n        merged.raise(x_a);\n"))),
     Mutant(39, "border_page_twice", "a cut along tokens that counts the page at the border twice",
            _pages((_CUT, _TOKEN_CUT_PAGES)), cut="tokens", classic="a token cut that counts the border page twice"),
+    Mutant(40, "warps_forgotten", "the merge of many states forgets half of the warps that took them",
+           _merge(("w < warp + ways; w++) merged.add(", "w < warp + ways / 2; w++) merged.add("))),
     Mutant(39, "token_cut", "a correct cut along tokens: no fault, some pages are read twice", _pages((_CUT, _TOKEN_CUT)), cut="tokens", healthy=True),
 )  # fmt: skip

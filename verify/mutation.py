@@ -26,8 +26,8 @@ VIEWS = {"T0": "values", "T1": "values", "T2": "values", "T3": "statistics", "T3
          "T5": "lse", "T6": "partial states", "T7": "non-finite"}  # fmt: skip
 # Enough to kill every mutant twice, and to ask `allclose` on standard normal inputs; and the mutants of a quick run besides the
 # classic mistakes.
-QUICK_KINDS = ("randn_short", "randn_ragged", "randn_mqa", "randn_window", "window_short", "one_long", "neg_1e5", "far_pages",
-               "inf_q", "in_place", "in_place_flip")  # fmt: skip
+QUICK_KINDS = ("randn_short", "randn_ragged", "randn_mqa", "randn_window", "window_short", "one_long", "many_splits", "neg_1e5",
+               "far_pages", "inf_q", "in_place", "in_place_flip")  # fmt: skip
 QUICK_MUTANTS = ("max_starts_at_zero", "newest_token_lost", "nan_laundered", "stale_partials", "int32_offset", "token_cut")
 
 

@@ -71,6 +71,8 @@ PROBES: tuple[Probe, ...] = (
     # Lengths: empty splits and requests, among others and alone.
     _staged("empties", "offset_minus", (0, 9, 1, 3, 40)),
     _staged("empty_requests", "normal", (0, 0)),
+    # More states than one warp of the merge takes.
+    _staged("many_splits", "normal", (310, 37, 150), num_splits=20),
     _staged("one_long", "split_flip", (0, 129, 0), num_splits=3),
     _staged("fixed", "ramp_up", (130, 5, 64), schedule="fixed", num_splits=None, pages_per_split=2),
     # What lies past the length.

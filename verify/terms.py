@@ -27,7 +27,8 @@ class HeadTerms:
 
     `out`, `lse`, `magnitude` (sum pi |v|) are exact; `variance [g, d]` is that of the independent part before the
     final rounding and without stored partials, `bias [g, d]` the size of the rest, `stored [g, d]` the weighted
-    squared ulps of stored partials; `nothing [g]` marks heads whose scores are all -inf.
+    squared ulps of stored partials; `nothing [g]` marks heads whose scores are all -inf. `ways` has the running sum of the merge
+    that takes each split; None: there is no merge.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class HeadTerms:
         sm_scale: float,
         arithmetic: Arithmetic,
         layout: Layout,
-        merged: bool,
+        ways: list[int] | None,
     ) -> None:
         self.arithmetic, self.layout, self.v = arithmetic, layout, v
         self.s = sm_scale * (q @ k.T)
@@ -60,7 +61,7 @@ class HeadTerms:
         self.terms, self.lse_terms = self._weights(running)
         self._p_round(running)
         self._sums(running)
-        self._splits(merged)
+        self._splits(ways)
         # V, products, sums and stored o below 2^-126, each flushed once; l >= 1, so 2^-126 is their cost in the output.
         self.terms["flush"] += 4 * (len(v) + layout.shares * len(layout.split_starts)) * 2.0**-126
         # What is flushed goes to 0 every time.
@@ -165,7 +166,7 @@ class HeadTerms:
             shared = (self.terms["state_merge"] ** 2) / 3
             self.variance += shared
 
-    def _splits(self, merged: bool) -> None:
+    def _splits(self, ways: list[int] | None) -> None:
         """The end of each split, the stored partial states, and their merge."""
         a, cuts = self.arithmetic, [*self.layout.split_starts, len(self.v)]
         m = np.maximum.reduceat(self.s, cuts[:-1], axis=1)
@@ -183,7 +184,7 @@ class HeadTerms:
         self.terms["norm"] = a.division * U32 * size
         self.variance += ((a.division * U32 * weight * o) ** 2).sum(0) / 3
         calc = self._log_error(m, log_l)
-        if not merged:
+        if ways is None:
             self.lse_terms["lse_calc"] = (omega * calc).sum(1)
             return
 
@@ -196,15 +197,17 @@ class HeadTerms:
         }
         if a.lse_dtype != "float32":
             errors["lse_store"] = rounding(lse, a.lse_dtype)
-        rises = np.zeros_like(lse)
+        rises, of_way = np.zeros_like(lse), [np.flatnonzero(np.equal(ways, way)) for way in sorted(set(ways))]
         if a.merge == "online" and lse.shape[1] > 1:
             # A later state rescales if it may be above the maximum so far, given the errors of both.
             noise = 2 * (sum_of(self.lse_terms)[:, None] + sum_of(errors))
             noise = noise.max(1, keepdims=True)
-            highest = np.maximum.accumulate(np.where(none, -np.inf, lse), axis=1)
-            rise = lse[:, 1:] > highest[:, :-1] - noise
-            rises[:, :-1] = np.cumsum(rise[:, ::-1], axis=1)[:, ::-1]
-            errors["merge_w"] += a.ex2 * U32 * rises
+            for way in of_way:
+                own = np.where(none, -np.inf, lse)[:, way]
+                rise = own[:, 1:] > np.maximum.accumulate(own, axis=1)[:, :-1] - noise
+                rises[:, way[:-1]] = np.cumsum(rise[:, ::-1], axis=1)[:, ::-1]
+            # The weights of the ways' sums: their maxima are all one where that comes first.
+            errors["merge_w"] += a.ex2 * U32 * (rises + (len(of_way) > 1))
         distance = np.abs(o - self.out)
         for name, error in errors.items():
             error = omega * error * np.exp(np.minimum(error, 700))
@@ -217,8 +220,9 @@ class HeadTerms:
             self.stored += ((weight * ulp(o, a.partial_dtype)) ** 2).sum(0)
         if a.lse_dtype != "float32":
             self.stored += (((omega * ulp(lse, a.lse_dtype)).T[:, :, None] * distance) ** 2).sum(0)
-        # S products and S - 1 additions in acc, S - 1 in the denominator, one division; online, a rescale a rise.
-        count = (~none).sum(1)
+        # S products and S - 1 additions in acc, S - 1 in the denominator, one division; online, a rescale a rise. S is that of
+        # the way with most states, and one more for each way where there are several.
+        count = np.max([(~none[:, way]).sum(1) for way in of_way], axis=0) + len(of_way) * (len(of_way) > 1)
         rescaled = U32 * (omega * rises).T[:, :, None]
         self.terms["merge_acc"] = U32 * (count[:, None] * size + (count[:, None] - 1 + a.division) * self.size)
         self.terms["merge_acc"] += (rescaled * (np.abs(o) + self.size)).sum(0)
