@@ -17,6 +17,8 @@ THREADS = 128
 TILE = 32
 # schedule="fixed" without pages_per_split: long enough to pay for a partial, short enough to fill a device from one request.
 FIXED_SPLIT_TOKENS = 512
+# Threads that a multiprocessor holds.
+SM_THREADS = 2048
 # The CPU stand-in plans as an H200 would, so that a call gives the same splits wherever it runs.
 STAND_IN_SMS = 132
 
@@ -167,7 +169,7 @@ def choose_cut(
             longest = min(problem.max_pages * problem.page_size, 2**31 - 1)
             num_splits = plan_splits(
                 [longest] * problem.batch_size, page_size=problem.page_size, num_q_heads=problem.num_q_heads,
-                num_kv_heads=problem.num_kv_heads, num_sms=device_sms(problem),
+                num_kv_heads=problem.num_kv_heads, num_sms=device_sms(problem), **partial_blocks(problem),
             )  # fmt: skip
         return Cut(schedule, check_int("num_splits", num_splits, 1, MAX_SPLITS), 0, partial_dtype)
     if pages_per_split is None:
@@ -190,6 +192,14 @@ def device_sms(problem: DecodeProblem) -> int:
     if problem.xp.__name__ == "numpy":
         return STAND_IN_SMS
     return int(problem.q.device.attributes["MultiProcessorCount"])
+
+
+def partial_blocks(problem: DecodeProblem) -> dict[str, int]:
+    """What `plan_splits` has to know of the blocks of pass 1: how many an SM runs at once, how many query heads each takes."""
+    if not takes_tensor_cores(problem):
+        return {"blocks_per_sm": SM_THREADS // THREADS, "heads_per_block": MAX_HEADS_PER_BLOCK}
+    grid = plan_grid(problem)
+    return {"blocks_per_sm": grid.config.blocks_per_sm, "heads_per_block": grid.block_heads}
 
 
 def plan_grid(problem: DecodeProblem) -> balanced.Grid:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,13 @@ from .problem import MAX_GRID_YZ, MAX_HEADS_PER_BLOCK
 
 # Splits of the two-launch schedules lie on grid.z.
 MAX_SPLITS = MAX_GRID_YZ
+# What the time of a number of splits is made of, as measured on an H200 (bench/NOTES.md), in tokens of one KV head that an SM
+# streams while all are at work (0.015 us each on tensor cores): the start of its blocks, or of a launch; one state more to merge.
+START, MERGE = 250, 8
+# The time a block takes alone, beside that with all SMs at work, which have to share the memory.
+ALONE = 0.6
+# More turns than this are never worth their starts.
+MAX_TURNS = 8
 
 
 def split_ranges(context_len: int, page_size: int, num_splits: int) -> list[tuple[int, int]]:
@@ -39,13 +47,20 @@ def split_ranges(context_len: int, page_size: int, num_splits: int) -> list[tupl
     ]  # fmt: skip
 
 
-def plan_splits(context_lens: Sequence[int] | Any, *, page_size: int, num_q_heads: int, num_kv_heads: int, num_sms: int) -> int:
+def plan_splits(
+    context_lens: Sequence[int] | Any, *, page_size: int, num_q_heads: int, num_kv_heads: int, num_sms: int,
+    blocks_per_sm: int | None = None, heads_per_block: int = MAX_HEADS_PER_BLOCK,
+) -> int:  # fmt: skip
     """The number of splits for the two-launch schedules.
 
-    Splitting pays when there are fewer blocks than the device can hold: unsplit, there is one for each request and KV head. Two
-    limits meet here. Four blocks an SM keep the memory busy, more only add partials. And a block walks its pages one after the
-    other while the merge walks the splits: pages / S + S / 2 steps, least at S = sqrt(2 pages). From three blocks an SM on, no
-    split pays. Both limits are rounded to powers of two, the first up, the second down.
+    Splitting pays when there are fewer blocks than the device can hold: unsplit, there is one for each request and KV head.
+
+    With `blocks_per_sm`, that of the kernel, the number is the one whose time comes out least: of whole turns of blocks on all
+    multiprocessors, of a last one that is not full, of a start for each turn, and of the merge.
+
+    Without it, two limits meet. Four blocks an SM keep the memory busy, more only add partials. And a block walks its pages one
+    after the other while the merge walks the splits: pages / S + S / 2 steps, least at S = sqrt(2 pages). From three blocks an SM
+    on, no split pays. Both limits are rounded to powers of two, the first up, the second down.
 
     Lengths that differ count as so many requests of the longest one's length as hold the same tokens: it is the longest one that
     the others wait for.
@@ -56,6 +71,8 @@ def plan_splits(context_lens: Sequence[int] | Any, *, page_size: int, num_q_head
         num_q_heads: a multiple of num_kv_heads.
         num_kv_heads: >= 1.
         num_sms: multiprocessors of the device, >= 1.
+        blocks_per_sm: blocks of the kernel that an SM runs at once, >= 1; None: few warps a block, and no such number is known.
+        heads_per_block: query heads of one KV head that a block takes at most, >= 1.
 
     Returns:
         The number of splits, >= 1.
@@ -67,6 +84,9 @@ def plan_splits(context_lens: Sequence[int] | Any, *, page_size: int, num_q_head
     num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1, 2**31 - 1)
     num_q_heads = check_int("num_q_heads", num_q_heads, 1, 2**31 - 1)
     num_sms = check_int("num_sms", num_sms, 1, 2**31 - 1)
+    heads_per_block = check_int("heads_per_block", heads_per_block, 1, 2**31 - 1)
+    if blocks_per_sm is not None:
+        blocks_per_sm = check_int("blocks_per_sm", blocks_per_sm, 1, 2**31 - 1)
     if num_q_heads % num_kv_heads:
         raise ValueError(f"num_q_heads: expected a multiple of num_kv_heads = {num_kv_heads}, got {num_q_heads}")
     lengths = np.asarray(context_lens)
@@ -77,13 +97,34 @@ def plan_splits(context_lens: Sequence[int] | Any, *, page_size: int, num_q_head
     if lengths.size and lengths.min() < 0:
         raise ValueError(f"context_lens: expected lengths >= 0, got {lengths.min()}")
     pages = -(-lengths.astype(np.int64) // page_size)
-    longest = int(pages.max(initial=0))
-    if longest == 0:
+    pages = pages[pages > 0]
+    if not pages.size:
         return 1
-    chunks = math.ceil(num_q_heads / num_kv_heads / MAX_HEADS_PER_BLOCK)
-    blocks = int(pages.sum()) / longest * num_kv_heads * chunks
+    longest, total = int(pages.max()), int(pages.sum())
+    columns = num_kv_heads * math.ceil(num_q_heads / num_kv_heads / heads_per_block)
+    if blocks_per_sm is not None:
+        equal = bool(pages.min() == longest)
+        return _fastest(len(pages) * columns, total * columns, longest, equal, page_size, num_sms, blocks_per_sm)
+    blocks = total / longest * columns
     if blocks >= 3 * num_sms:
         return 1
     to_fill = 2 ** math.ceil(math.log2(4 * num_sms / blocks))
     to_balance = 2 ** math.floor(math.log2(math.sqrt(2 * longest)))
     return min(to_fill, to_balance, longest)
+
+
+@functools.lru_cache(1024)
+def _fastest(blocks: int, total: int, longest: int, equal: bool, page_size: int, num_sms: int, blocks_per_sm: int) -> int:
+    """The number of splits of least modelled time, for `blocks` unsplit ones of `total` pages together and at most `longest`."""
+    slots = num_sms * blocks_per_sm
+    splits = np.arange(1, min(longest, MAX_SPLITS, max(1, MAX_TURNS * slots * longest // total)) + 1)
+    # Of numbers that give a split as many pages, the least.
+    splits = splits[-(-longest // -(-longest // splits)) == splits]
+    tokens = -(-longest // splits) * page_size
+    turns = total / longest * splits / slots
+    idle = np.ceil(turns) - turns
+    # The fewer blocks the last turn has, the faster each: a part x of all takes x + ALONE (1 - x)^2 of a turn. Where lengths
+    # differ, short blocks fill the gaps of long ones, and what is left is about the same for any number.
+    last = ALONE * (idle**2 if equal else np.maximum(idle**2, 0.5))
+    time = blocks_per_sm * tokens * (turns + last) + START / blocks_per_sm * np.ceil(blocks * splits / slots)
+    return int(splits[np.argmin(time + np.where(splits > 1, START + MERGE * splits, 0))])

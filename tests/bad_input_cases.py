@@ -183,7 +183,7 @@ BAD = [
         for function, name, least in (
             (split_ranges, "context_len", 0), (split_ranges, "page_size", 1), (split_ranges, "num_splits", 1),
             (plan_splits, "page_size", 1), (plan_splits, "num_q_heads", 1), (plan_splits, "num_kv_heads", 1),
-            (plan_splits, "num_sms", 1),
+            (plan_splits, "num_sms", 1), (plan_splits, "blocks_per_sm", 1), (plan_splits, "heads_per_block", 1),
         )
         for rest in (
             (1.5, TypeError, "expected an integer, got float"),
