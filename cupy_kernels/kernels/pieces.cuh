@@ -12,8 +12,8 @@ struct Piece { float m, l; float4 acc; };
 // Pieces that are always there to read.
 struct Present { __device__ bool operator()(const Piece&) const { return true; } };
 
-// Merges pieces of one head and four columns, BATCH at a time, so that the reads of a batch don't wait for each other. A batch is
-// read until all of it is there.
+// Merges pieces of one head and four columns, BATCH at a time, so that the reads of a batch don't wait for each other. What of a
+// batch is not there is read again.
 template <int BATCH, class Read, class There = Present>
 __device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, int step, Read read, There there = {}) {
     Softmax merged = {scale};
@@ -21,16 +21,17 @@ __device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, i
     #pragma unroll 1
     for (int first = begin; first < end; first += BATCH * step) {
         Piece pieces[BATCH];
+        bool wanted[BATCH];
+        #pragma unroll
+        for (int i = 0; i < BATCH; i++) pieces[i] = EMPTY_PIECE, wanted[i] = first + i * step < end;
         while (true) {
             #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                pieces[i] = EMPTY_PIECE;
-                if (first + i * step < end) pieces[i] = read(first + i * step);
-            }
-            bool complete = true;
+            for (int i = 0; i < BATCH; i++)
+                if (wanted[i]) pieces[i] = read(first + i * step);
+            bool incomplete = false;
             #pragma unroll
-            for (int i = 0; i < BATCH; i++) complete &= there(pieces[i]);
-            if (complete) break;
+            for (int i = 0; i < BATCH; i++) incomplete |= wanted[i] = wanted[i] && !there(pieces[i]);
+            if (!incomplete) break;
             look_again();
         }
         float top = NEG_INF;
