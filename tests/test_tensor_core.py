@@ -184,6 +184,50 @@ def test_workspace_is_used_again(xp):
         assert_same_bits(run(xp, case, args, workspace), run(xp, case, args))
 
 
+def test_a_piece_of_nothing_but_ones_is_no_empty_mailbox(xp):
+    # NaN of every payload; all ones is what an empty mailbox holds, and a block would wait for it for ever.
+    case = Case(lens=(100,), shares=4)
+    for bits in (0xFFFF, 0x7FFF, 0xFE00, 0x7E01):
+        args = case.inputs()
+        args["v_cache"].view(np.uint16)[slot_of(args, 0, 90)] = bits
+        out, lse = run(xp, case, args)
+        assert np.isnan(out).all()
+        assert np.isfinite(lse).all()
+
+
+def test_blocks_wait_for_earlier_ones_only(xp):
+    # Far more blocks than fit on a device at once, of which the last ones wait for all others.
+    many = Case(lens=(16 * 4000,), heads=(1, 1), shares=4000, config=Config(warps=1))
+    case = Case(shares=13) if xp is np else many
+    args = case.inputs()
+    out, lse = run(xp, case, args)
+    want = expected(case, args)
+    for got, exact, error in zip((out, lse), want, bound(case, args, *want), strict=True):
+        assert_within(got, exact, error)
+
+
+def test_shares_in_the_order_of_blocks_would_deadlock():
+    forward = (("balanced.cu", "gridDim.z - 1 - blockIdx.z", "blockIdx.z"),)
+    case = Case(lens=(100,))
+    with jit.settings(patches=forward), pytest.raises(RuntimeError, match="balanced: a block deadlocked"):
+        run(np, case, case.inputs())
+
+
+def test_dividers():
+    rng = np.random.default_rng(0)
+    most = 2**31 - 1
+    numbers = np.concatenate([rng.integers(0, 2**31, 2000), np.arange(200), most - np.arange(200)])
+    for divisor in (1, 2, 3, 7, 16, 48, 641, 2**16, 2**16 + 1, 2**30, 2**30 + 1, most - 1, most, *rng.integers(1, 2**31, 200)):
+        packed = balanced.divider(int(divisor))
+        magic, shift = packed & 0xFFFFFFFF, packed >> 32
+        around = np.concatenate([numbers, divisor * rng.integers(0, most // divisor + 1, 50) - rng.integers(0, 2, 50)])
+        around = around[(around >= 0) & (around <= most)].astype(np.uint64)
+        # As Divider in kernels/pages.cuh, in 64 bits; there the sum has to fit into 32.
+        total = (around * np.uint64(magic) >> np.uint64(32)) + around
+        assert total.max() < 2**32
+        np.testing.assert_array_equal(total >> np.uint64(shift), around // np.uint64(divisor))
+
+
 @pytest.mark.parametrize("shares", [1, 2, 4, 7, 13])
 def test_any_number_of_shares(xp, shares):
     case = Case(lens=(1, 100, 0, 0, 31, 33), shares=shares)

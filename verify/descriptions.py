@@ -43,7 +43,8 @@ def readable(case: Case) -> Arithmetic:
 
 def tensor_cores(case: Case) -> Arithmetic:
     """`partial_mma.cu` with `merge.cu`, or `balanced.cu`; the arithmetic of both is in tile.cuh and stream.cuh."""
-    config = balanced.default_config(case.head_dim, case.group_size)
+    # A block has more warps for few requests than for many; which it is, depends on the device too.
+    configs = [balanced.default_config(case.head_dim, case.group_size, requests) for requests in (0, math.inf)]
     float16 = case.dtype == "float16"
     return Arithmetic(
         dot="mma",
@@ -61,10 +62,10 @@ def tensor_cores(case: Case) -> Arithmetic:
         # store_states(): a lane's own tokens, then the 8 lanes of a head.
         l_sum="lanes",
         tile=balanced.TILE,
-        states=config.warps,
+        states=max(config.warps for config in configs),
         # scaled_lse(): the scaled maximum is a pair, and ln2 too.
         lse_m=0.0,
-        share_ways=_share_ways(case, config) if case.schedule == "balanced" else (),
+        share_ways=_share_ways(case, configs) if case.schedule == "balanced" else (),
         # A warp takes a batch of states, the next warp the next one.
         merge_ways=WARPS,
         merge_batch=BATCH,
@@ -81,12 +82,12 @@ def _first_stored(case: Case) -> str:
     return case.partial_dtype if two else case.output_dtype
 
 
-def _share_ways(case: Case, config: balanced.Config) -> tuple[int, ...]:
-    """merge_request(): lanes for each four columns of a head, for a full chunk of heads and for the last."""
+def _share_ways(case: Case, configs: list[balanced.Config]) -> tuple[int, ...]:
+    """merge_followers(): lanes for each four columns of a head, for a full chunk of heads and for the last."""
     full = balanced.chunk_heads(case.head_dim, case.group_size)
     last = case.group_size - full * (balanced.chunks(case.head_dim, case.group_size) - 1)
     # Deal: a warp's part of the items, and the power of two of lanes that holds it.
-    each = {-(-heads * case.head_dim // 4 // config.warps) for heads in (full, last)}
+    each = {-(-heads * case.head_dim // 4 // config.warps) for heads in (full, last) for config in configs}
     return tuple(sorted({32 // min(32, 1 << (n - 1).bit_length()) for n in each}))
 
 
