@@ -17,10 +17,10 @@ THREADS = 128
 TILE = 32
 # schedule="fixed" without pages_per_split: long enough to pay for a partial, short enough to fill a device from one request.
 FIXED_SPLIT_TOKENS = 512
-# Threads that a multiprocessor holds.
-SM_THREADS = 2048
+# Bytes of shared memory that a block of partial.cu takes without asking, about.
+STATIC_SHARED_BYTES = 3 << 10
 # The CPU stand-in plans as an H200 would, so that a call gives the same splits wherever it runs.
-STAND_IN_SMS = 132
+STAND_IN = {"MultiProcessorCount": 132, "MaxThreadsPerMultiProcessor": 2048, "MaxSharedMemoryPerMultiprocessor": 228 << 10}
 
 
 def paged_decode(
@@ -187,19 +187,31 @@ def takes_tensor_cores(problem: DecodeProblem) -> bool:
     return balanced.refusal(problem) is None and not jit.wants_readable()
 
 
+def device_attribute(problem: DecodeProblem, name: str) -> int:
+    """An attribute of the device the arrays are on, by CUDA's name for it."""
+    return int((STAND_IN if problem.xp.__name__ == "numpy" else problem.q.device.attributes)[name])
+
+
 def device_sms(problem: DecodeProblem) -> int:
     """Multiprocessors of the device the arrays are on."""
-    if problem.xp.__name__ == "numpy":
-        return STAND_IN_SMS
-    return int(problem.q.device.attributes["MultiProcessorCount"])
+    return device_attribute(problem, "MultiProcessorCount")
 
 
 def partial_blocks(problem: DecodeProblem) -> dict[str, int]:
     """What `plan_splits` has to know of the blocks of pass 1: how many an SM runs at once, how many query heads each takes."""
-    if not takes_tensor_cores(problem):
-        return {"blocks_per_sm": SM_THREADS // THREADS, "heads_per_block": MAX_HEADS_PER_BLOCK}
-    grid = plan_grid(problem)
-    return {"blocks_per_sm": grid.config.blocks_per_sm, "heads_per_block": grid.block_heads}
+    if takes_tensor_cores(problem):
+        grid = plan_grid(problem)
+        return {"blocks_per_sm": grid.config.blocks_per_sm, "heads_per_block": grid.block_heads}
+    by_threads = device_attribute(problem, "MaxThreadsPerMultiProcessor") // THREADS
+    shared_bytes = STATIC_SHARED_BYTES + readable_shared_bytes(problem)
+    by_memory = device_attribute(problem, "MaxSharedMemoryPerMultiprocessor") // shared_bytes
+    return {"blocks_per_sm": max(1, min(by_threads, by_memory)), "heads_per_block": MAX_HEADS_PER_BLOCK}
+
+
+def readable_shared_bytes(problem: DecodeProblem) -> int:
+    """Dynamic shared memory of kernels/partial.cu: q and acc of each head, a tile of K or V."""
+    heads = min(problem.group_size, MAX_HEADS_PER_BLOCK)
+    return 4 * (2 * heads * problem.head_dim + TILE * (problem.head_dim + 1))
 
 
 def plan_grid(problem: DecodeProblem) -> balanced.Grid:
@@ -218,11 +230,9 @@ def bind_partial(problem: DecodeProblem, o_part: Any, lse_part: Any, pages_per_s
     }  # fmt: skip
     if takes_tensor_cores(p):
         return balanced.bind_partial(p, str(o_part.dtype), num_splits, plan_grid(p), arguments)
-    heads = min(p.group_size, MAX_HEADS_PER_BLOCK)
-    shared_floats = 2 * heads * p.head_dim + TILE * (p.head_dim + 1)
     partial = jit.kernel("partial.cu", "partial", KV=p.dtype, OUT=str(o_part.dtype), THREADS=THREADS)
     return partial.bind(
-        p.xp, (p.batch_size, p.num_kv_heads * p.head_chunks, num_splits), THREADS, 4 * shared_floats, **arguments,
+        p.xp, (p.batch_size, p.num_kv_heads * p.head_chunks, num_splits), THREADS, readable_shared_bytes(p), **arguments,
         head_chunks=p.head_chunks, head_dim=p.head_dim, window=p.window or 0, scale_log2=p.scale_log2,
     )  # fmt: skip
 

@@ -17,8 +17,15 @@ MAX_SPLITS = MAX_GRID_YZ
 # What the time of a number of splits is made of, as measured on an H200 (bench/NOTES.md), in tokens of one KV head that an SM
 # streams while all are at work (0.015 us each on tensor cores): the start of its blocks, or of a launch; one state more to merge.
 START, MERGE = 250, 8
-# The time a block takes alone, beside that with all SMs at work, which have to share the memory.
-ALONE = 0.6
+# What the last turn takes of a full one, if a part x of all blocks is left for it: ALONE + (1 - ALONE) x^2. A block has more of
+# the memory to itself the fewer there are, up to what one can use.
+ALONE = 0.62
+# The last turn takes as much more where an SM runs many blocks, for these don't end together.
+UNEVEN = 0.04
+# What the last turn takes at least, beyond its blocks' part of a full one, where lengths differ: nobody knows what is left then.
+RAGGED = 0.3
+# A split that gains less than this part is none.
+LEAST_GAIN = 0.03
 # More turns than this are never worth their starts.
 MAX_TURNS = 8
 
@@ -122,9 +129,8 @@ def _fastest(blocks: int, total: int, longest: int, equal: bool, page_size: int,
     splits = splits[-(-longest // -(-longest // splits)) == splits]
     tokens = -(-longest // splits) * page_size
     turns = total / longest * splits / slots
-    idle = np.ceil(turns) - turns
-    # The fewer blocks the last turn has, the faster each: a part x of all takes x + ALONE (1 - x)^2 of a turn. Where lengths
-    # differ, short blocks fill the gaps of long ones, and what is left is about the same for any number.
-    last = ALONE * (idle**2 if equal else np.maximum(idle**2, 0.5))
-    time = blocks_per_sm * tokens * (turns + last) + START / blocks_per_sm * np.ceil(blocks * splits / slots)
-    return int(splits[np.argmin(time + np.where(splits > 1, START + MERGE * splits, 0))])
+    left = turns - np.ceil(turns) + 1
+    idle = np.maximum(ALONE + (1 - ALONE) * left**2 - left, 0.0 if equal else RAGGED) + UNEVEN * (1 - 1 / blocks_per_sm)
+    time = blocks_per_sm * tokens * (turns + idle) + START / blocks_per_sm * np.ceil(blocks * splits / slots)
+    time += np.where(splits > 1, START + MERGE * splits, 0)
+    return int(splits[np.argmin(time)]) if time.min() < (1 - LEAST_GAIN) * time[0] else 1
