@@ -72,7 +72,7 @@ def test_nothing_to_check_is_an_error():
 
 
 def test_text_that_does_not_compile_is_no_kill():
-    broken = Mutant(1, "broken", "no C++", (("merge.cu", "float top = NEG_INF;", "float top = ;"),))
+    broken = Mutant(1, "broken", "no C++", (("merge.cu", "float top = own_x;", "float top = ;"),))
     with pytest.raises(RuntimeError, match="compile"):
         mutation.matrix(mutants=[broken], probes=[probe("tail_nan")], workers=1)
 

@@ -104,9 +104,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
             if (first + i < num_states) o_x[i] = load(o_s);
         // With the maximum known, no later state raises it. It is found while the first batch is under way.
         if (max_first && first < ways * BATCH) {
-            float top = NEG_INF;
+            float top = own_x;
             #pragma unroll 4
-            for (int s = lane; s < num_states; s += 32) top = fmaxf(top, lse_row[s * lse_part_state_stride]);
+            for (int s = lane; ways > 1 && s < num_states; s += 32) top = fmaxf(top, lse_row[s * lse_part_state_stride]);
             merged.raise(warp_max(top));
         }
         #pragma unroll
