@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from cupy_kernels import balanced, jit
-from cupy_kernels.balanced import Config
+from cupy_kernels import jit, tensor_core
 from cupy_kernels.problem import NOT_YET, DecodeProblem, check_problem
+from cupy_kernels.tensor_core import Config
 
 from . import accuracy, timing
 from .cases import BenchCase, PageSets, build, select
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(256, 8) paged_floor(
 def configs(case: BenchCase, only: frozenset[str] = frozenset()) -> dict[str, Config]:
     """Those that suit the case; of these names, if any are given."""
     group = case.num_q_heads // case.num_kv_heads
-    table = SMALL_HEAD if case.head_dim <= 64 else LARGE_GROUP if group > balanced.N_TILE else SMALL_GROUP
+    table = SMALL_HEAD if case.head_dim <= 64 else LARGE_GROUP if group > tensor_core.N_TILE else SMALL_GROUP
     return {name: config for name, config in table.items() if not only or name in only}
 
 
@@ -128,14 +128,14 @@ def caller(sets: PageSets, config: Config) -> Callable[[int], Any]:
     """Enqueues the kernel on set i; the workspace is shared, as of one stream."""
     case, xp = sets.case, sets.xp
     sms = int(xp.cuda.Device().attributes["MultiProcessorCount"])
-    grid = balanced.plan_grid(
+    grid = tensor_core.plan_grid(
         batch_size=case.batch_size, num_kv_heads=case.num_kv_heads, group_size=case.num_q_heads // case.num_kv_heads,
         head_dim=case.head_dim, num_sms=sms, config=config,
     )  # fmt: skip
-    calls, workspace = problems(sets), balanced.Workspace.of(xp, grid)
+    calls, workspace = problems(sets), tensor_core.Workspace.of(xp, grid)
 
     def call(i: int) -> Any:
-        balanced.bind_balanced(calls[i], sets.out[i], sets.lse[i], grid, workspace)()
+        tensor_core.bind_balanced(calls[i], sets.out[i], sets.lse[i], grid, workspace)()
         return sets.out[i]
 
     call.workspace = workspace  # type: ignore[attr-defined]
@@ -159,7 +159,7 @@ def compile_all(cases: list[BenchCase], stages: dict[str, tuple], only: frozense
             for case in cases:
                 for name, config in configs(case, only).items():
                     group = case.num_q_heads // case.num_kv_heads
-                    values = balanced.constants(case.dtype, case.dtype, case.head_dim, group, case.page_size, config)
+                    values = tensor_core.constants(case.dtype, case.dtype, case.head_dim, group, case.page_size, config)
                     kernel = jit.kernel("balanced.cu", "balanced", **values)
                     wanted[kernel] = f"D {case.head_dim}, group {group}, {name}{suffix}"
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
@@ -176,7 +176,7 @@ def same_bits(sets: PageSets, call: Callable[[int], Any], repeats: int = 20) -> 
     first = call(0).copy()
     same = all(bool((call(0).view(np.uint8) == first.view(np.uint8)).all()) for _ in range(repeats))
     left = call.workspace.o_pieces.view(np.uint32)  # type: ignore[attr-defined]
-    return same and bool((left == balanced.NOT_THERE).all())
+    return same and bool((left == tensor_core.NOT_THERE).all())
 
 
 def tune(

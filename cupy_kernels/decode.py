@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from . import balanced, jit
+from . import jit, tensor_core
 from .arrays import check_choice, check_int, check_unit_stride, dtype_name, on_device
 from .merge import bind_merge
 from .plan import MAX_SPLITS, plan_splits
@@ -87,7 +87,7 @@ def launches(problem: DecodeProblem, cut: Cut, out: Any, lse: Any) -> list[jit.L
         return []
     if cut.schedule == "balanced":
         grid = plan_grid(problem)
-        return [balanced.bind_balanced(problem, out, lse, grid, balanced.Workspace.of(problem.xp, grid))]
+        return [tensor_core.bind_balanced(problem, out, lse, grid, tensor_core.Workspace.of(problem.xp, grid))]
     # A 16-bit partial is rounded even where a request has but one split: "fixed" promises bits that other requests don't change.
     if cut.num_splits == 1 and (cut.schedule == "uniform" or cut.partial_dtype == "float32"):
         return [bind_partial(problem, out[:, :, None], lse[:, :, None], cut.pages_per_split)]
@@ -184,7 +184,7 @@ def choose_cut(
 
 def takes_tensor_cores(problem: DecodeProblem) -> bool:
     """Whether the tensor-core kernels can take this call; the readable kernel takes any."""
-    return balanced.refusal(problem) is None and not jit.wants_readable()
+    return tensor_core.refusal(problem) is None and not jit.wants_readable()
 
 
 def device_attribute(problem: DecodeProblem, name: str) -> int:
@@ -214,10 +214,10 @@ def readable_shared_bytes(problem: DecodeProblem) -> int:
     return 4 * (2 * heads * problem.head_dim + TILE * (problem.head_dim + 1))
 
 
-def plan_grid(problem: DecodeProblem) -> balanced.Grid:
+def plan_grid(problem: DecodeProblem) -> tensor_core.Grid:
     """The grid of the balanced schedule on this device."""
     p = problem
-    return balanced.plan_grid(
+    return tensor_core.plan_grid(
         batch_size=p.batch_size, num_kv_heads=p.num_kv_heads, group_size=p.group_size, head_dim=p.head_dim, num_sms=device_sms(p)
     )
 
@@ -229,7 +229,7 @@ def bind_partial(problem: DecodeProblem, o_part: Any, lse_part: Any, pages_per_s
         **p.arguments(o_part, lse_part, "batch", "head", "split"), "num_splits": num_splits, "pages_per_split": pages_per_split,
     }  # fmt: skip
     if takes_tensor_cores(p):
-        return balanced.bind_partial(p, str(o_part.dtype), num_splits, plan_grid(p), arguments)
+        return tensor_core.bind_partial(p, str(o_part.dtype), num_splits, plan_grid(p), arguments)
     partial = jit.kernel("partial.cu", "partial", KV=p.dtype, OUT=str(o_part.dtype), THREADS=THREADS)
     return partial.bind(
         p.xp, (p.batch_size, p.num_kv_heads * p.head_chunks, num_splits), THREADS, readable_shared_bytes(p), **arguments,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from helpers import paged
 
-from cupy_kernels import balanced
+from cupy_kernels import tensor_core
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
     @property
     def kernels(self):
         """Values of `jit.settings(readable=...)` that make a difference."""
-        return (False, True) if self.dtype in balanced.DTYPES and self.head_dim in balanced.HEAD_DIMS else (False,)
+        return (False, True) if self.dtype in tensor_core.DTYPES and self.head_dim in tensor_core.HEAD_DIMS else (False,)
 
     @property
     def options(self):

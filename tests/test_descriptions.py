@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from cupy_kernels import jit, merge_states
-from cupy_kernels.balanced import Config, plan_grid
 from cupy_kernels.merge import ALGORITHMS, BATCH, WARPS
+from cupy_kernels.tensor_core import Config, plan_grid
 from verify import SOURCES, Arithmetic, Case, build, decode_budget, head_budget, kernels, merge_budget
 from verify.accumulation import Layout
 from verify.budget import merge_order

@@ -11,9 +11,9 @@ from decode_cases import VIEWS
 from helpers import DTYPES, U32, assert_empty, assert_same_bits, assert_within, on, paged, slot_of, stored, to_numpy
 
 import reference
-from cupy_kernels import balanced, jit
-from cupy_kernels.balanced import Config, Workspace, bind_balanced, plan_grid, refusal
+from cupy_kernels import jit, tensor_core
 from cupy_kernels.problem import NOT_YET, check_problem
+from cupy_kernels.tensor_core import Config, Workspace, bind_balanced, plan_grid, refusal
 from reference import gather
 
 
@@ -79,7 +79,7 @@ def problem_of(xp, case, args):
 
 def grid_of(case):
     group_size, head_dim = case.heads[0] // case.heads[1], case.head_dim
-    columns = case.heads[1] * balanced.chunks(head_dim, group_size)
+    columns = case.heads[1] * tensor_core.chunks(head_dim, group_size)
     return plan_grid(
         batch_size=len(case.lens), num_kv_heads=case.heads[1], group_size=group_size, head_dim=head_dim,
         num_sms=case.shares * columns, config=case.config,
@@ -95,7 +95,7 @@ def run(xp, case, args, workspace=None):
     lse = xp.full(problem.q.shape[:2], np.nan, np.float32)
     bind_balanced(problem, out, lse, grid, workspace)()
     for pieces in (workspace.o_pieces, workspace.sum_pieces):
-        assert np.all(to_numpy(pieces).view(np.uint32) == balanced.NOT_THERE)
+        assert np.all(to_numpy(pieces).view(np.uint32) == tensor_core.NOT_THERE)
     return to_numpy(out), to_numpy(lse)
 
 
@@ -113,7 +113,7 @@ def bound(case, args, out, lse):
     """
     e_o, e_lse = np.zeros(out.shape), np.zeros(lse.shape)
     scale = 1 / math.sqrt(case.head_dim) if case.sm_scale is None else case.sm_scale
-    parts = balanced.p_parts(case.dtype, case.out_dtype)
+    parts = tensor_core.p_parts(case.dtype, case.out_dtype)
     rounded, least = (2.0**-22, 2.0**-46) if case.dtype == "float16" else (2.0 ** (-8 * parts), 0.0)
     for b, n in enumerate(args["context_lens"].tolist()):
         k, v = (gather(args[name], args["page_table"][b], 0, n, case.layout) for name in ("k_cache", "v_cache"))
@@ -218,7 +218,7 @@ def test_dividers():
     most = 2**31 - 1
     numbers = np.concatenate([rng.integers(0, 2**31, 2000), np.arange(200), most - np.arange(200)])
     for divisor in (1, 2, 3, 7, 16, 48, 641, 2**16, 2**16 + 1, 2**30, 2**30 + 1, most - 1, most, *rng.integers(1, 2**31, 200)):
-        packed = balanced.divider(int(divisor))
+        packed = tensor_core.divider(int(divisor))
         magic, shift = packed & 0xFFFFFFFF, packed >> 32
         around = np.concatenate([numbers, divisor * rng.integers(0, most // divisor + 1, 50) - rng.integers(0, 2, 50)])
         around = around[(around >= 0) & (around <= most)].astype(np.uint64)
@@ -312,7 +312,9 @@ def test_grid_fills_the_device():
     assert plan_grid(**sizes, num_kv_heads=500, config=Config()).dims == (1, 500, 1)
 
 
-SPECIALISATIONS = [dict(values) for values in sorted({tuple(values.items()) for values in balanced.specialisations()}, key=str)]
+SPECIALISATIONS = [
+    dict(values) for values in sorted({tuple(values.items()) for values in tensor_core.specialisations()}, key=str)
+]
 
 
 @pytest.mark.slow

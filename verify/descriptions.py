@@ -9,7 +9,7 @@ import math
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from cupy_kernels import balanced
+from cupy_kernels import tensor_core
 from cupy_kernels.merge import BATCH, WARPS
 
 from .arithmetic import Arithmetic, Order, tiled_order
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def takes_tensor_cores(case: Case) -> bool:
     """Whether `partial_mma.cu` or `balanced.cu` takes a case; all rows that `build` makes are aligned."""
-    return case.kernel == "auto" and case.dtype in balanced.DTYPES and case.head_dim in balanced.HEAD_DIMS
+    return case.kernel == "auto" and case.dtype in tensor_core.DTYPES and case.head_dim in tensor_core.HEAD_DIMS
 
 
 def readable(case: Case) -> Arithmetic:
@@ -44,7 +44,7 @@ def readable(case: Case) -> Arithmetic:
 def tensor_cores(case: Case) -> Arithmetic:
     """`partial_mma.cu` with `merge.cu`, or `balanced.cu`; the arithmetic of both is in tile.cuh and stream.cuh."""
     # A block has more warps for few requests than for many; which it is, depends on the device too.
-    configs = [balanced.default_config(case.head_dim, case.group_size, requests) for requests in (0, math.inf)]
+    configs = [tensor_core.default_config(case.head_dim, case.group_size, requests) for requests in (0, math.inf)]
     float16 = case.dtype == "float16"
     return Arithmetic(
         dot="mma",
@@ -53,7 +53,7 @@ def tensor_cores(case: Case) -> Arithmetic:
         # The scale is the unit of Softmax: it multiplies differences.
         score="bare",
         # WeightFormat: as many parts as the type of what is stored asks for, FOLD 2^10 and LAZY 5 for float16, else 2^-1 and 0.
-        p=f"{case.dtype}x{balanced.p_parts(case.dtype, _first_stored(case))}",
+        p=f"{case.dtype}x{tensor_core.p_parts(case.dtype, _first_stored(case))}",
         p_shift=10 if float16 else -1,
         lazy=5.0 if float16 else 0.0,
         l_from_p=True,
@@ -61,7 +61,7 @@ def tensor_cores(case: Case) -> Arithmetic:
         pv="mma_tile",
         # store_states(): a lane's own tokens, then the 8 lanes of a head.
         l_sum="lanes",
-        tile=balanced.TILE,
+        tile=tensor_core.TILE,
         states=max(config.warps for config in configs),
         # scaled_lse(): the scaled maximum is a pair, and ln2 too.
         lse_m=0.0,
@@ -82,26 +82,26 @@ def _first_stored(case: Case) -> str:
     return case.partial_dtype if two else case.output_dtype
 
 
-def _share_ways(case: Case, configs: list[balanced.Config]) -> tuple[int, ...]:
+def _share_ways(case: Case, configs: list[tensor_core.Config]) -> tuple[int, ...]:
     """merge_followers(): lanes for each four columns of a head, for a full chunk of heads and for the last."""
-    full = balanced.chunk_heads(case.head_dim, case.group_size)
-    last = case.group_size - full * (balanced.chunks(case.head_dim, case.group_size) - 1)
+    full = tensor_core.chunk_heads(case.head_dim, case.group_size)
+    last = case.group_size - full * (tensor_core.chunks(case.head_dim, case.group_size) - 1)
     # Deal: a warp's part of the items, and the power of two of lanes that holds it.
     each = {-(-heads * case.head_dim // 4 // config.warps) for heads in (full, last) for config in configs}
     return tuple(sorted({32 // min(32, 1 << (n - 1).bit_length()) for n in each}))
 
 
-def balanced_orders(lens: list[int], page_size: int, grid: balanced.Grid) -> list[Order]:
+def balanced_orders(lens: list[int], page_size: int, grid: tensor_core.Grid) -> list[Order]:
     """Each request's shares, as `cut_batch` in cut.cuh makes them, walked in tiles by the warps of a block in turn."""
-    unit, warps = balanced.unit_tokens(page_size), grid.config.warps
+    unit, warps = tensor_core.unit_tokens(page_size), grid.config.warps
     units = [-(-n // unit) for n in lens]
-    least = math.ceil(grid.config.min_tiles * warps * balanced.TILE / unit)
+    least = math.ceil(grid.config.min_tiles * warps * tensor_core.TILE / unit)
     per_share = max(least, -(-sum(units) // grid.shares))
     orders, begin = [], 0
     for n, count in zip(lens, units, strict=True):
         # Cuts are where a share begins inside the request.
         inside = range(-(-begin // per_share) * per_share, begin + count, per_share)
         cuts = sorted({0, *((cut - begin) * unit for cut in inside), n})
-        orders.append(tiled_order([range(a, b) for a, b in pairwise(cuts)], balanced.TILE, warps))
+        orders.append(tiled_order([range(a, b) for a, b in pairwise(cuts)], tensor_core.TILE, warps))
         begin += count
     return orders

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy_kernels import balanced, jit, merge_states, paged_decode, split_decode
+from cupy_kernels import jit, merge_states, paged_decode, split_decode, tensor_core
 from cupy_kernels.decode import choose_cut, plan_grid, takes_tensor_cores
 from cupy_kernels.problem import NOT_YET, check_problem
 
@@ -43,7 +43,7 @@ class Outputs:
     again: list[State]
     # splits per request where the cut is one, the grid where it is into shares
     num_splits: int
-    grid: balanced.Grid | None
+    grid: tensor_core.Grid | None
 
 
 def orders(case: Case, inputs: Inputs, made: Outputs, how: Arithmetic) -> list[Order]:
@@ -85,7 +85,7 @@ def outputs(case: Case, inputs: Inputs, device: str, *, repeats: int = 1, patche
     return Outputs(first, partial, merged, again, num_splits, grid)
 
 
-def plan(case: Case, arguments: dict[str, Any]) -> tuple[int, balanced.Grid | None]:
+def plan(case: Case, arguments: dict[str, Any]) -> tuple[int, tensor_core.Grid | None]:
     """How the call will be cut. RuntimeError where other kernels will take it than the case says."""
     problem = check_problem(**arguments, lse_base="e", check_values=False, not_yet=NOT_YET)
     if problem.q.size and takes_tensor_cores(problem) != case.on_tensor_cores:

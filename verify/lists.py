@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from cupy_kernels.balanced import HEAD_DIMS
+from cupy_kernels.tensor_core import HEAD_DIMS
 
 from .build import POISON
 from .cases import FINITE, NON_FINITE, Case

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from cupy_kernels.balanced import HEAD_DIMS
 from cupy_kernels.decode import SCHEDULES
+from cupy_kernels.tensor_core import HEAD_DIMS
 
 from .build import POISON, build
 from .cases import Case

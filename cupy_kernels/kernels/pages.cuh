@@ -12,9 +12,8 @@ struct PagedRow {
     }
 };
 
-// n / divisor of n < 2^31 for a divisor of the launch, its inverse computed on the host (balanced.divider): a multiplication where the
-// instruction set has no division. With 2^shift >= divisor, magic = 2^32 (2^shift / divisor - 1), rounded up (Granlund & Montgomery
-// 1994).
+// n / divisor for n < 2^31, the divisor's inverse computed on the host (tensor_core.divider): the instruction set can't divide. With
+// 2^shift >= divisor, magic = 2^32 (2^shift / divisor - 1), rounded up (Granlund & Montgomery 1994).
 struct Divider {
     unsigned magic, shift;
 
