@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cupy_kernels import balanced, jit
+from cupy_kernels import jit, tensor_core
 from cupy_kernels.arrays import FLOAT_DTYPES
 from cupy_kernels.decode import THREADS as PARTIAL_THREADS
 from cupy_kernels.merge import BATCH
@@ -34,10 +34,8 @@ SPECIALISATIONS = [
 TENSOR_CORES = [
     (source, entry_point, dict(constants), ARCHITECTURES[(i + shift) % 4])
     for source, entry_point, shift in (("balanced.cu", "balanced", 0), ("partial_mma.cu", "partial_mma", 2))
-    for i, constants in enumerate(sorted({tuple(values.items()) for values in balanced.specialisations()}, key=str))
+    for i, constants in enumerate(sorted({tuple(values.items()) for values in tensor_core.specialisations()}, key=str))
 ]
-# balanced.cu with two N tiles is tuned to the last register; on sm_120 a few spill: bytes a thread at most.
-SPILLED = {"sm_80": 0, "sm_90": 0, "sm_100": 0, "sm_120": 32}
 name = lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else None
 
 
@@ -72,8 +70,7 @@ def memory_use(log):
 def test_tensor_core_kernels(source, entry_point, constants, architecture):
     kernel = jit.kernel(source, entry_point, **constants)
     log = ptxas_log(jit.read_source(source), architecture, kernel.defines)
-    stack, spill_stores, spill_loads, _ = memory_use(log)[entry_point]
-    assert max(stack, spill_stores, spill_loads) <= SPILLED[architecture], log
+    assert memory_use(log)[entry_point][:3] == (0, 0, 0), log
     assert "warning" not in log.lower()
 
 

@@ -143,6 +143,11 @@ __device__ __forceinline__ void accumulate(
     WarpState& state, const char* slot, const unsigned (&p)[N_TILES][P_PARTS][2], int lane) {
     #pragma unroll
     for (int first = 0; first < V_WORDS; first += V_AT_ONCE) {
+#if __CUDA_ARCH__ != 900 && N_TILES * P_PARTS > 2
+        // Never so, but ptxas schedules nothing across a branch: it would have so many products under way that it spills, on sm_120
+        // most. sm_90, the one that was measured, does not spill and goes without.
+        if (first == V_WORDS / 4 * 2 && lane > 31) return;
+#endif
         uint4 v[4];
         #pragma unroll
         for (int i = 0; i < 4; i++) v[i] = load_words<true, V_AT_ONCE>(slot, v_token(i, lane % 4), lane / 4, first);
