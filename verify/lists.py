@@ -128,14 +128,12 @@ def _edge_balanced() -> list[Case]:
 
 
 def _sweep() -> list[Case]:
-    """Splits x context x family."""
-    cases = [
-        Case(f"sweep-{name}-{context}-{num_splits}", family=name, context_lens=(context,), num_splits=num_splits, head_dim=128)
+    """Splits x family."""
+    return [
+        Case(f"sweep-{name}-256-{num_splits}", family=name, context_lens=(256,), num_splits=num_splits, head_dim=128)
         for name in FINITE
-        for context in (256, 1024)
         for num_splits in (1, 8)
     ]
-    return [*cases, *readable(case for case in cases if case.context_lens == (256,))]
 
 
 def _long() -> list[Case]:
@@ -147,6 +145,12 @@ def _long() -> list[Case]:
         for num_splits in (1, 4, 16, 64)
     ]
     cases += readable(case for case in list(cases) if case.num_splits == 16)
+    cases += readable(_sweep())
+    cases += [
+        Case(f"sweep-{name}-1024-{num_splits}", family=name, context_lens=(1024,), num_splits=num_splits, head_dim=128)
+        for name in FINITE
+        for num_splits in (1, 8)
+    ]
     # Many KV heads leave few shares to each: several tiles a warp, and shares that end in the middle of a request.
     heads: dict[str, Any] = {"context_lens": (700, 300), "num_q_heads": 24, "num_kv_heads": 24, "head_dim": 128}
     for name, dtype in zip(long, ["float16", "bfloat16"] * 4, strict=True):
