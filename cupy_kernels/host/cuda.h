@@ -79,12 +79,3 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     for (int i = 0; i < 4; i++) result |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-
-template <class T> inline T __ldg(const T* address) { return *address; }
-template <class T> inline T __ldcg(const T* address) { return *address; }
-template <class T> inline void __stcg(T* address, T value) { *address = value; }
-template <class T> inline T atomicAdd(T* address, T value) {
-    const T old = *address;
-    *address = old + value;
-    return old;
-}
