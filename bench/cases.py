@@ -13,6 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cupy_kernels.problem import NOT_YET, DecodeProblem, check_problem
+
 DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -145,6 +147,12 @@ class PageSets:
     def arguments(self, i: int) -> tuple[Any, Any, Any, Any, Any]:
         """q, k_cache, v_cache, page_table, context_lens of set i."""
         return self.q[i], self.k_cache, self.v_cache, self.page_tables[i], self.context_lens
+
+    def problem(self, i: int) -> DecodeProblem:
+        """The checked call on set i."""
+        return check_problem(
+            *self.arguments(i), sm_scale=None, layout=self.case.layout, lse_base="e", check_values=False, not_yet=NOT_YET
+        )
 
 
 def build(case: BenchCase, xp: ModuleType, seed: int, cold_bytes: int = COLD_BYTES) -> PageSets:

@@ -12,7 +12,6 @@ from typing import Any
 
 from cupy_kernels import DecodePlan, plan_splits
 from cupy_kernels.decode import partial_blocks
-from cupy_kernels.problem import NOT_YET, check_problem
 
 from . import accuracy, floor, loading, timing
 from .cases import BenchCase, PageSets, build
@@ -171,12 +170,9 @@ class Bench:
         start, case, repeats = time.perf_counter(), sets.case, self.options.repeats
         sms = device_sms()
         row["sweep_us"], row["sms"] = {}, sms
-        problem = check_problem(
-            *sets.arguments(0), sm_scale=None, layout=case.layout, lse_base="e", check_values=False, not_yet=NOT_YET
-        )
         row["planned_splits"] = plan_splits(
             case.context_lens, page_size=case.page_size, num_q_heads=case.num_q_heads, num_kv_heads=case.num_kv_heads,
-            num_sms=sms, **partial_blocks(problem),
+            num_sms=sms, **partial_blocks(sets.problem(0)),
         )  # fmt: skip
         for splits in sorted({*SWEEP_SPLITS, row["planned_splits"]}):
             call = prepare(sets, {"num_splits": splits})

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from cupy_kernels import jit, tensor_core
-from cupy_kernels.problem import NOT_YET, DecodeProblem, check_problem
 from cupy_kernels.tensor_core import Config
 
 from . import accuracy, timing
@@ -114,16 +113,6 @@ def paged_floor(sets: PageSets) -> float:
     return timing.settled(lambda: timing.measure(call, len(sets)).us)
 
 
-def problems(sets: PageSets) -> list[DecodeProblem]:
-    """The checked call on each set."""
-    return [
-        check_problem(
-            *sets.arguments(i), sm_scale=None, layout=sets.case.layout, lse_base="e", check_values=False, not_yet=dict(NOT_YET)
-        )
-        for i in range(len(sets))
-    ]  # fmt: skip
-
-
 def caller(sets: PageSets, config: Config) -> Callable[[int], Any]:
     """Enqueues the kernel on set i; the workspace is shared, as of one stream."""
     case, xp = sets.case, sets.xp
@@ -132,7 +121,7 @@ def caller(sets: PageSets, config: Config) -> Callable[[int], Any]:
         batch_size=case.batch_size, num_kv_heads=case.num_kv_heads, group_size=case.num_q_heads // case.num_kv_heads,
         head_dim=case.head_dim, num_sms=sms, config=config,
     )  # fmt: skip
-    calls, workspace = problems(sets), tensor_core.Workspace.of(xp, grid)
+    calls, workspace = [sets.problem(i) for i in range(len(sets))], tensor_core.Workspace.of(xp, grid)
 
     def call(i: int) -> Any:
         tensor_core.bind_balanced(calls[i], sets.out[i], sets.lse[i], grid, workspace)()

@@ -121,7 +121,6 @@ class Grid:
     head_chunks: int  # of the query heads of one KV head
     num_kv_heads: int
     block_heads: int  # query heads of a block
-    batch_size: int
     head_dim: int
 
     @property
@@ -152,7 +151,7 @@ def plan_grid(
     columns = head_chunks * num_kv_heads
     config = config or default_config(head_dim, group_size, batch_size / max(1, num_sms // columns))
     shares = min(MAX_GRID_YZ, max(1, num_sms * config.blocks_per_sm // columns))
-    return Grid(config, shares, head_chunks, num_kv_heads, chunk_heads(head_dim, group_size), batch_size, head_dim)
+    return Grid(config, shares, head_chunks, num_kv_heads, chunk_heads(head_dim, group_size), head_dim)
 
 
 @dataclass(frozen=True, eq=False)

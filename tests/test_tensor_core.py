@@ -184,8 +184,7 @@ def test_workspace_is_used_again(xp):
         assert_same_bits(run(xp, case, args, workspace), run(xp, case, args))
 
 
-def test_a_piece_of_nothing_but_ones_is_no_empty_mailbox(xp):
-    # NaN of every payload; all ones is what an empty mailbox holds, and a block would wait for it for ever.
+def test_nan_of_any_payload_ends(xp):
     case = Case(lens=(100,), shares=4)
     for bits in (0xFFFF, 0x7FFF, 0xFE00, 0x7E01):
         args = case.inputs()
@@ -193,6 +192,22 @@ def test_a_piece_of_nothing_but_ones_is_no_empty_mailbox(xp):
         out, lse = run(xp, case, args)
         assert np.isnan(out).all()
         assert np.isfinite(lse).all()
+
+
+def test_a_piece_of_nothing_but_ones_is_no_empty_mailbox():
+    # All ones is what an empty mailbox holds: a block would wait for ever. Arithmetic gives other NaN, so it is planted.
+    state = "block_state(exchange, scale, head, heads, c)"
+    ones = "Piece{0.f, 1.f, make_float4(1.f, __uint_as_float(NOT_THERE), 2.f, 3.f)}"
+    case = Case(lens=(100,), shares=4)
+    with jit.settings(patches=(("balanced.cu", state, ones),)):
+        out, _ = run(np, case, case.inputs())
+    assert np.isnan(out[..., 1::4]).all()
+    assert np.isfinite(out[..., ::4]).all()
+    with (
+        jit.settings(patches=(("balanced.cu", f"without_not_there({state})", ones),)),
+        pytest.raises(RuntimeError, match="balanced: a block deadlocked"),
+    ):
+        run(np, case, case.inputs())
 
 
 def test_blocks_wait_for_earlier_ones_only(xp):
