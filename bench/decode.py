@@ -148,6 +148,7 @@ class Bench:
         row |= {"us": ours.us, "spread": ours.spread, "read_us": self._floor(sets), "page_sets": len(sets)}
         # Once more, after the floor: of two medians a moment apart the better one, as with the floor and the peers.
         row["us"] = min(row["us"], timing.measure(call, len(sets), repeats).us)
+        row["apart_us"] = timing.measure_apart(call, len(sets), repeats)
         row["host_us"] = timing.host_us(call, len(sets))
         row["floor_share"] = row["read_us"] / row["us"]
         self.phase("time", start)
@@ -160,7 +161,8 @@ class Bench:
         peers = importlib.import_module("bench.peers")
         found = peers.compare(sets, options.peers_dir, names, self._references.pop(sets.case.name, None), options.repeats)
         row |= {
-            "peers": found.us, "peers_host_us": found.host_us, "peers_variant": found.variant, "peers_errors": found.errors,
+            "peers": found.us, "peers_apart_us": found.apart_us, "peers_host_us": found.host_us,
+            "peers_variant": found.variant, "peers_errors": found.errors,
             "peers_accuracy": {name: {"exact_fraction": a, "rho": b} for name, (a, b) in found.accuracy.items()},
         }  # fmt: skip
         self.phase("peers", start)

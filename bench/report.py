@@ -12,8 +12,10 @@ from typing import Any
 from .cases import SWEEP_CASES
 
 Row = dict[str, Any]
-COLUMNS = ("case", "kv_bytes", "us", "read_us", "floor_share", "host_us", "exact_fraction", "rho", "path", "spread", "error")
-HEADER = f"{'case':<13}{'MB':>7}{'us':>9}{'read':>9}{'share':>8}{'host':>7}{'exact':>9}{'rho':>8}  best paged peer"
+COLUMNS = (
+    "case", "kv_bytes", "us", "read_us", "floor_share", "apart_us", "host_us", "exact_fraction", "rho", "path", "spread", "error",
+)  # fmt: skip
+HEADER = f"{'case':<13}{'MB':>7}{'us':>9}{'read':>9}{'share':>8}{'apart':>9}{'host':>7}{'exact':>9}{'rho':>8}  best paged peer"
 CONTIGUOUS = "contiguous"
 # Splits of FACTS' table; 1 is unsplit.
 SHOWN_SPLITS = ("1", "4", "16", "64")
@@ -30,6 +32,7 @@ def line(row: Row) -> str:
     if row["us"] is None:
         return f"{row['case']:<13}{row['kv_bytes'] / 1e6:>7.0f}  {row.get('error', 'not timed')}"
     text = f"{row['case']:<13}{row['kv_bytes'] / 1e6:>7.0f}{row['us']:>9.2f}{row['read_us']:>9.2f}{row['floor_share']:>8.1%}"
+    text += f"{row['apart_us']:>9.2f}" if "apart_us" in row else f"{'-':>9}"
     text += f"{row['host_us']:>7.1f}"
     text += f"{row['exact_fraction']:>9.2%}{row['rho']:>8.4f}" if row["rho"] is not None else f"{'-':>9}{'-':>8}"
     if peer := best_paged(row):

@@ -67,6 +67,25 @@ def measure(call: Callable[[int], Any], num_sets: int, repeats: int = REPEATS) -
     return measured
 
 
+def measure_apart(call: Callable[[int], Any], num_sets: int, repeats: int = REPEATS) -> float:
+    """Microseconds a call behind and before another launch, less what that one takes by itself.
+
+    In a chain as of `measure` a call may begin while the one in front still runs. Here it can't: an ordinary launch, which does
+    nothing, is between them.
+    """
+    between = _nothing()
+    rest = lambda i: between((1,), (32,), ())
+    both = measure(lambda i: (call(i), rest(i)), num_sets, repeats)
+    return both.us - measure(rest, num_sets, repeats).us
+
+
+@functools.cache
+def _nothing() -> Any:
+    import cupy
+
+    return cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing", ("--std=c++17",))
+
+
 @functools.cache
 def _stream_and_pool() -> tuple[Any, Any]:
     """One stream for all measurements, and a pool of their own: what a call allocates and frees must not be given to others

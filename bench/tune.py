@@ -53,15 +53,15 @@ NO_MERGE = (
     ("balanced.cu", MERGE, "            if (batch_size < 0)\n"),
     ("balanced.cu", "if (writes && !begins_here) mailboxes", "if (batch_size < 0) mailboxes"),
 )
-CUT = "    cut_batch(left, batch, gridDim.z - 1 - blockIdx.z, gridDim.z, Divider(share_divider), min_units);\n"
+CUT = "        cut_batch(left, batch, blockIdx.z, gridDim.z, Divider(share_divider), min_units);\n"
 # Left out of a configuration, by suffix.
 STAGES = {
     "": (),
     "/loads": LOADS_ONLY,
     "/loads,no merge": LOADS_ONLY + NO_MERGE,
     "/no merge": NO_MERGE,
-    "/cut": (("balanced.cu", CUT, CUT + "    if (batch_size > 0) return;\n"),),
-    "/empty": (("balanced.cu", CUT, "    if (batch_size > 0) return;\n" + CUT),),
+    "/cut": (("balanced.cu", CUT, CUT + "        if (batch_size > 0) return;\n"),),
+    "/empty": (("balanced.cu", CUT, "        if (batch_size > 0) return;\n" + CUT),),
 }
 
 PAGED_FLOOR = r"""

@@ -53,7 +53,8 @@ class DecodePlan:
 
     The plan owns the workspace. `run` allocates nothing if it is given outputs, does not wait for the device, and can be captured
     in a CUDA graph and replayed with changed `context_lens` and `page_table` contents; lengths that the table can't hold count as
-    the most it can. Calls that may overlap, on two streams say, need a plan each.
+    the most it can. Calls that may overlap, on two streams say, need a plan each. From compute capability 9.0 on a call begins
+    before the launch in front of it has ended; it may find all its arrays changed by that one, and goes by what they hold then.
 
     Args:
         q, k_cache, v_cache, page_table, context_lens: as `paged_decode`: arrays like those of the calls to come. They are

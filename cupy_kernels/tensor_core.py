@@ -105,6 +105,9 @@ def refusal(problem: DecodeProblem) -> str | None:
             return f"rows of {name} aligned to 16 bytes"
         if array is not p.q and strides[1] * p.page_size >= 2**31:
             return f"a page of {name} to span less than 2^31 elements"
+    if p.k_cache.shape[0] == 0:
+        # A block that goes by tables out of date loads a page before it knows.
+        return "a pool of at least one page"
     if p.num_kv_heads * chunks(p.head_dim, p.group_size) > MAX_GRID_YZ:
         return f"at most {MAX_GRID_YZ} chunks of query heads"
     if p.batch_size * math.ceil(p.max_pages * p.page_size / unit_tokens(p.page_size)) > MAX_UNITS:
@@ -193,7 +196,7 @@ def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, worksp
         p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes, **p.arguments(out, lse, "batch", "head"),
         o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, batch_size=p.batch_size,
         chunk_heads=chunk_heads(p.head_dim, p.group_size), page_divider=divider(p.page_size), unit_divider=divider(unit),
-        share_divider=divider(grid.shares), unit_tokens=unit,
+        share_divider=divider(grid.shares), unit_tokens=unit, pool_pages=int(p.k_cache.shape[0]),
         min_units=math.ceil(grid.config.min_tiles * grid.config.warps * TILE / unit), scale_log2=nonzero(p.scale_log2),
     )  # fmt: skip
 

@@ -22,11 +22,14 @@ COLD = 1000
 class FakeKernel:
     def __init__(self, source, name, options):
         assert name in source
-        assert all(f"-D{word}=" in " ".join(options) for word in ("RESIDENT", "IN_FLIGHT"))
+        self.reads = name == "read_floor"
+        if self.reads:
+            assert all(f"-D{word}=" in " ".join(options) for word in ("RESIDENT", "IN_FLIGHT"))
 
     def __call__(self, grid, block, arguments):
-        assert (grid[0] % 132, block) == (0, (256,))
-        assert arguments[0].nbytes == 16 * arguments[1]
+        if self.reads:
+            assert (grid[0] % 132, block) == (0, (256,))
+            assert arguments[0].nbytes == 16 * arguments[1]
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def fake_cupy(monkeypatch):
         get_elapsed_time=lambda start, stop: 0.4 * (stop.tick - start.tick) + cupy.drift * stop.tick,
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    caches = floor.kernel, timing._stream_and_pool
+    caches = floor.kernel, timing._stream_and_pool, timing._nothing
     for cache in caches:
         cache.cache_clear()
     yield cupy
@@ -215,6 +218,27 @@ def test_measure(fake_cupy):
     assert timed == timing.Timing(50.0, 0.0)
     with pytest.raises(ZeroDivisionError):
         timing.measure(lambda i: 1 // 0, 2)
+
+
+def test_measure_apart(fake_cupy, monkeypatch):
+    # Calls of 9 us and a launch of 2 us between them.
+    spent, calls = [], []
+
+    def measure(call, num_sets, repeats):
+        spent.clear()
+        for i in range(num_sets):
+            call(i)
+        return timing.Timing(sum(spent) / num_sets, 0.0)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    monkeypatch.setattr(timing, "_nothing", lambda: lambda grid, block, arguments: spent.append(2.0))
+
+    def call(i):
+        calls.append(i)
+        spent.append(9.0)
+
+    assert timing.measure_apart(call, 4) == 9.0
+    assert calls == [0, 1, 2, 3]
 
 
 def test_read_floor(fake_cupy):
@@ -398,6 +422,7 @@ def made_up_result():
         rows.append({
             "case": case.name, "us": read * 1.05, "read_us": read, "host_us": 9.0, "exact_fraction": 0.9981, "rho": 1.0001,
             "peers": peers, "kv_bytes": case.kv_bytes, "floor_share": 1 / 1.05, "spread": 0.01, "path": "none",
+            "apart_us": read * 1.15,
             "peers_host_us": dict.fromkeys(peers, 25.0), "peers_errors": {} if peers else {"FlashInfer": "made up"},
             "peers_accuracy": {name: {"exact_fraction": 0.6, "rho": 1.3} for name in peers},
         })  # fmt: skip

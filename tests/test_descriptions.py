@@ -26,12 +26,12 @@ def test_cases_take_the_kernels_that_they_say(list_name):
 
 def test_equal_shares_by_hand():
     grid = plan_grid(batch_size=4, num_kv_heads=1, group_size=1, head_dim=64, num_sms=5, config=Config(warps=2))
-    # 13, 0, 3 and 1 units of 16 tokens: 17 in all, 4 a share, so that shares begin at units 0, 4, 8, 12 and 16.
+    # 13, 0, 3 and 1 units of 16 tokens: 17 in all, 4 a share, cut from the end, so that shares begin at units 0, 1, 5, 9 and 13.
     orders = balanced_orders([200, 0, 33, 5], 16, grid)
     cuts = [[(share[0][0].start, max(state[-1].stop for state in share)) for share in order] for order in orders]
-    assert cuts == [[(0, 64), (64, 128), (128, 192), (192, 200)], [], [(0, 33)], [(0, 5)]]
+    assert cuts == [[(0, 16), (16, 80), (80, 144), (144, 200)], [], [(0, 33)], [(0, 5)]]
     # Two warps take the tiles of a share in turn.
-    assert orders[0][0] == [[range(16), range(32, 48)], [range(16, 32), range(48, 64)]]
+    assert orders[0][1] == [[range(16, 32), range(48, 64)], [range(32, 48), range(64, 80)]]
     # Units are whole pages, and a share has a tile for each of 4 warps: 2 pages of 32 tokens, however many shares there could be.
     grid = plan_grid(batch_size=1, num_kv_heads=1, group_size=1, head_dim=64, num_sms=50, config=Config(warps=4))
     (order,) = balanced_orders([250], 32, grid)

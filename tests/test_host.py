@@ -120,6 +120,19 @@ class TestDeadlock:
         }"""
         assert launch(text, "skip", 64, np.zeros(64, np.float32)) == 1
 
+    @pytest.mark.parametrize("seed", [0, 1, 2])
+    def test_what_all_threads_agree_on(self, seed):
+        # Time and again, and threads go on at once: a result must not be the next one's.
+        text = """extern "C" __global__ void agree(int* x) {
+            for (int i = 0; i < 50; i++) {
+                const bool mine = i % 3 != 0 || (int)threadIdx.x != i;
+                x[50 * threadIdx.x + i] = __syncthreads_and(mine);
+            }
+        }"""
+        x = np.full((64, 50), -1, np.int32)
+        assert launch(text, "agree", 64, x, seed=seed) == 0
+        assert np.array_equal(x, np.tile(np.arange(50) % 3 != 0, (64, 1)))
+
     def test_threads_that_returned_are_not_waited_for(self):
         text = """extern "C" __global__ void leave(float* x) {
             if (threadIdx.x >= 40) return;

@@ -222,10 +222,54 @@ def test_blocks_wait_for_earlier_ones_only(xp):
 
 
 def test_shares_in_the_order_of_blocks_would_deadlock():
-    forward = (("balanced.cu", "gridDim.z - 1 - blockIdx.z", "blockIdx.z"),)
+    forward = (("balanced.cu", "cut_batch(left, batch, blockIdx.z,", "cut_batch(left, batch, gridDim.z - 1 - blockIdx.z,"),)
     case = Case(lens=(100,))
     with jit.settings(patches=forward), pytest.raises(RuntimeError, match="balanced: a block deadlocked"):
         run(np, case, case.inputs())
+
+
+# The launch in front writes what a block has looked at already, planted where the block waits for it: (what, its index, before,
+# after). Before the look it is as it was, also for the blocks that run later.
+FEW, MANY = (37, 40, 100), (3,) * 600
+WRITTEN_MEANWHILE = {
+    "one token more": (FEW, "context_lens", 0, 36, 37),
+    "a token less, one page less": (FEW, "context_lens", 2, 97, 96),
+    "a request that was empty": (FEW, "context_lens", 1, 0, 40),
+    "a request that is empty now": (FEW, "context_lens", 2, 100, 0),
+    "a length that was nonsense": (FEW, "context_lens", 2, 2**31 - 1, 100),
+    "a page id": (FEW, "page_table", 0, None, None),
+    "a page id that was nonsense": (FEW, "page_table", 0, -1, None),
+    "the last length of a large batch": (MANY, "context_lens", 599, 0, 3),
+    "a length of a large batch": (MANY, "context_lens", 0, 1, 3),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_MEANWHILE)
+def test_a_look_that_was_out_of_date(name):
+    lens, array, index, before, after = WRITTEN_MEANWHILE[name]
+    case = Case(lens=lens, heads=(2, 2), shares=5)
+    args = case.inputs()
+    if array == "page_table":
+        # Of the pool's pages the last one is what stands for an id that is none: it should not be the right one by chance.
+        args = case.inputs(order=range(case.inputs()["k_cache"].shape[0]))
+        before, after = args[array][0, 1] if before is None else before, args[array][0, 0]
+    final = {**args, array: args[array].copy()}
+    final[array].ravel()[index] = after
+    want = run(np, case, final)
+    write = lambda value: f"    if (threadIdx.x == 0) const_cast<int*>({array})[{index}] = {int(value)};\n    __syncthreads();\n"
+    look, wait = "    int length = batch.read(threadIdx.x);\n", "        wait_for_previous_launch();\n"
+    meanwhile = (("balanced.cu", look, write(before) + look), ("balanced.cu", wait, write(after) + wait))
+    with jit.settings(patches=meanwhile):
+        assert_same_bits(run(np, case, {name: value.copy() for name, value in final.items()}), want)
+    # It is the second look that makes it right.
+    unchecked = ("balanced.cu", "__syncthreads_and(same && batch.others_are_kept());", "true;")
+    with jit.settings(patches=(*meanwhile, unchecked)):
+        try:
+            got = run(np, case, {name: value.copy() for name, value in final.items()})
+        except RuntimeError:
+            # Blocks that know of different cuts may wait for pieces that never come.
+            return
+    assert any(a.tobytes() != b.tobytes() for a, b in zip(got, want, strict=True))
 
 
 def test_dividers():

@@ -99,8 +99,8 @@ def balanced_orders(lens: list[int], page_size: int, grid: tensor_core.Grid) -> 
     per_share = max(least, -(-sum(units) // grid.shares))
     orders, begin = [], 0
     for n, count in zip(lens, units, strict=True):
-        # Cuts are where a share begins inside the request.
-        inside = range(-(-begin // per_share) * per_share, begin + count, per_share)
+        # Cuts are where a share begins inside the request; the last share ends with the batch.
+        inside = range(begin + (sum(units) - begin) % per_share, begin + count, per_share)
         cuts = sorted({0, *((cut - begin) * unit for cut in inside), n})
         orders.append(tiled_order([range(a, b) for a, b in pairwise(cuts)], tensor_core.TILE, warps))
         begin += count

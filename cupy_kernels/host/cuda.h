@@ -22,6 +22,15 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 #define __align__(n) alignas(n)
 
 inline void __syncthreads() { cuda::meet(cuda::block.barrier); }
+inline int __syncthreads_and(int predicate) {
+    // By turns: a thread may come to the next barrier while another has not looked at this one's result yet.
+    static bool all[2];
+    bool& agreed = all[cuda::block.barrier.generation & 1];
+    if (cuda::block.barrier.arrived == 0) agreed = true;
+    agreed &= predicate != 0;
+    __syncthreads();
+    return agreed;
+}
 inline void __syncwarp(unsigned = 0xffffffffu) { cuda::meet(cuda::my_warp().meeting); }
 // Blocks and threads take turns on one core: memory is always in order.
 inline void __threadfence() {}

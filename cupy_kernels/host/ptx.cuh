@@ -77,4 +77,5 @@ template <class T> inline void store_relaxed(T* address, T x) { *address = x; }
 template <class T> inline T load_relaxed(const T* address) { return *address; }
 inline void look_again() { cuda::wait_forever(); }
 inline void wait_for_previous_launch() {}
+inline void prefetch(const void*, int) {}
 inline void let_next_launch_begin() {}

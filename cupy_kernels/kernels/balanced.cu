@@ -7,6 +7,9 @@
 // The cut is computed here, from context_lens, in units of whole pages: no plan on the host, and a captured graph serves any lengths.
 // Bits do not depend on timing: pieces are merged in the order of the shares.
 //
+// A block begins while the launch in front still runs (sm_90), finds its share and asks for its first pages into L2. That launch may
+// yet write all of it, tables included; so, once it has ended, what the block went by is read again, and if it differs, followed anew.
+//
 // A block waits, at its very end, for those of later shares. Shares are dealt to blocks from the last one backwards: what is waited
 // for was started earlier, and waits for nobody but blocks started earlier still. So it ends, however few fit on the device at once.
 #define WAITS_FOR_EARLIER_BLOCKS
@@ -124,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     int page_size,
     long long page_divider,                // n / page_size: see Divider
     int max_pages,
+    int pool_pages,
     long long unit_divider,
     long long share_divider,               // of gridDim.z
     int unit_tokens,                       // the least multiple of page_size that fills a tile
@@ -154,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     // block and for each warp's loads, this turn's part of a request, the next.
     __shared__ Share left, ahead[WARPS];
     __shared__ Part parts[2];
+    __shared__ int kept[KEPT + THREADS];
     const Exchange exchange = exchange_at(shared, chunk_heads);
     const auto q_of = [&](int request) -> Heads {
         return {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads, scale_log2};
@@ -163,29 +168,46 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
                 lse + request * lse_batch_stride + first_head * lse_head_stride, o_head_stride, lse_head_stride, natural != 0};
     };
 
-    const Batch batch = {context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens, Divider(unit_divider)};
-    wait_for_previous_launch();
-    cut_batch(left, batch, gridDim.z - 1 - blockIdx.z, gridDim.z, Divider(share_divider), min_units);
+    const Batch batch = {
+        kept, context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens, Divider(unit_divider)};
     Feed<Spans> feed = {
         {ahead + threadIdx.x / 32, batch, page_table, page_table_stride},
         {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
         {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}, page_size, Divider(page_divider)};
-    ahead[threadIdx.x / 32] = left;
-    __syncwarp();
-    QPart q_part = {};
-    if (left.begin < left.end) q_part = load_q(q_of(left.request));
-    feed.start();
-    __syncthreads();
-    if (threadIdx.x == 0) parts[0] = next_part(left, batch);
-    for (int turn = 0;; turn ^= 1) {
-        store_q(exchange.q, q_part);
+    // The first look at the tables decides what to ask for into L2, where later writes land too, and to load from there after the
+    // wait. It is repeated if they have changed since, or if there were more lengths than it kept.
+    int length = batch.read(threadIdx.x);
+    for (bool kept_all = batch_size <= KEPT, current = false; !current; kept_all = true) {
+        batch.keep(length);
         __syncthreads();
-        if (parts[turn].request < 0) break;
+        cut_batch(left, batch, blockIdx.z, gridDim.z, Divider(share_divider), min_units);
+        const int request = left.begin < left.end ? left.request : -1;
+        ahead[threadIdx.x / 32] = left;
+        __syncwarp();
+        feed.find_first();
+        feed.prefetch_first(pool_pages);
+        if (request >= 0 && threadIdx.x < heads) prefetch(q_of(request).q + threadIdx.x * q_head_stride, 2 * HEAD_DIM);
+        wait_for_previous_launch();
+        let_next_launch_begin();
+        // What is small first: loads come back in their order, and K and V need not wait for the whole block.
+        const int seen = length, page = feed.place.page = inside_pool(feed.place.page, pool_pages);
+        length = batch.read(threadIdx.x);
+        const Place place = feed.place_now();
+        QPart q_part = {};
+        if (request >= 0) q_part = load_q(q_of(request));
+        store_q(exchange.q, q_part);
+        const bool same = kept_all && length == seen && inside_pool(place.page, pool_pages) == page;
+        feed.load_first();
+        current = __syncthreads_and(same && batch.others_are_kept());
+    }
+    if (threadIdx.x == 0) parts[0] = next_part(left, batch);
+    __syncthreads();
+    for (int turn = 0; parts[turn].request >= 0; turn ^= 1) {
         if (threadIdx.x == 0) parts[turn ^ 1] = next_part(left, batch);
         attend(feed, parts[turn].tokens, scale, heads, exchange);
         __syncthreads();
+        QPart q_part = {};
         if (parts[turn ^ 1].request >= 0) q_part = load_q(q_of(parts[turn ^ 1].request));
-        else let_next_launch_begin();
 
         const Part& part = parts[turn];
         const Mailboxes mailboxes = {
@@ -204,6 +226,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
             if (writes && begins_here) output(part.request).write(piece, scale, head, c);
             if (writes && !begins_here) mailboxes.put(left.index, item, piece);
         }
+        store_q(exchange.q, q_part);
+        __syncthreads();
     }
     // Requests without tokens are in nobody's share.
     #pragma unroll 1

@@ -55,13 +55,17 @@ struct Cache {
     int slot_stride;
 };
 
+// A page id that may be out of date, or never was one: of a page of the pool in any case.
+__device__ __forceinline__ int inside_pool(int page, int pool_pages) { return (int)min((unsigned)page, (unsigned)pool_pages - 1); }
+
 // Page and slot of the tile's token lane % 16; of its first token where a page holds the whole tile. Past `end` the last token is
-// repeated: no page id is read that is not visible.
+// repeated: no page id is read that is not visible. Not through L1: what a look before wait_for_previous_launch() left there would
+// be out of date.
 struct Place { int page, slot; };
 __device__ __forceinline__ Place place_of(
     const int* page_table, int page_size, const Divider& by_page, int first, int end, int lane) {
     const int token = WHOLE_TILES ? first : min(first + lane % TILE, end - 1), page = by_page.quotient(token);
-    return {page_table[page], token - page * page_size};
+    return {load_relaxed(page_table + page), token - page * page_size};
 }
 __device__ __forceinline__ const KV* row_at(const Cache& cache, const Place& place, int row) {
     int page = place.page, slot = place.slot + row;

@@ -1,12 +1,36 @@
 // The cut of a batch into equal shares of whole pages, computed on the device by every block alike. Needs pages.cuh, WARPS.
 
+// Of so many requests, 512 or more, a block keeps the lengths, and computes with the same ones throughout.
+#define KEPT ((511 + THREADS) / THREADS * THREADS)
+
 struct Batch {
+    int* kept;  // [KEPT + THREADS] in shared memory: the first context_lens, then room for one more a thread
     const int* context_lens;
     long long stride;
     int size, max_pages, page_size, unit_tokens;
     Divider by_unit;
 
-    __device__ int length(int request) const { return covered_length(context_lens[request * stride], max_pages, page_size); }
+    // As it is now, of a request or of none.
+    __device__ int read(int request) const { return request < size ? load_relaxed(context_lens + request * stride) : 0; }
+    // Keeps them; the first one of each thread is `mine`.
+    __device__ void keep(int mine) const {
+        kept[threadIdx.x] = mine;
+        #pragma unroll 1
+        for (int i = threadIdx.x + THREADS; i < min(size, KEPT); i += THREADS) kept[i] = read(i);
+    }
+    // Whether the others are as they were.
+    __device__ bool others_are_kept() const {
+        bool same = true;
+        #pragma unroll 1
+        for (int i = threadIdx.x + THREADS; i < min(size, KEPT); i += THREADS) same &= kept[i] == read(i);
+        return same;
+    }
+    __device__ int length(int request) const {
+        int* place = kept + request;
+        // By way of shared memory too: where both ways meet again, ptxas would wait for all loads under way, K and V among them.
+        if (request >= KEPT) *(place = kept + KEPT + threadIdx.x) = read(request);
+        return covered_length(*place, max_pages, page_size);
+    }
     __device__ int units(int request) const {
         const int tokens = length(request);
         return tokens > 0 ? by_unit.quotient(tokens - 1) + 1 : 0;
@@ -21,7 +45,8 @@ struct Part { int request; Range tokens; int followers; };
 
 // Takes the first part off a share.
 __device__ __forceinline__ Part next_part(Share& left, const Batch& batch) {
-    while (left.begin < left.end) {
+    // Lengths that are not kept may have changed since the cut, as long as the launch in front writes them.
+    while (left.begin < left.end && left.request < batch.size) {
         const int request = left.request++, row_begin = left.row_begin, row_end = row_begin + batch.units(request);
         const int skipped = left.begin - row_begin, unit = batch.unit_tokens;
         left.begin = left.row_begin = row_end;
@@ -34,9 +59,10 @@ __device__ __forceinline__ Part next_part(Share& left, const Batch& batch) {
     return {-1, {0, 0}, 0};
 }
 
-// The cut for share `index`, into shared memory. Each thread counts a run of requests, and a scan over the block tells what lies
-// before it.
-__device__ void cut_batch(Share& share, const Batch& batch, int index, int shares, const Divider& by_shares, int min_units) {
+// The share of block `turn` of `shares`, into shared memory. Shares are cut from the end backwards, so that of a small batch the
+// first blocks have all, and the last ones, which begin last, nothing.
+// Each thread counts a run of requests, and a scan over the block tells what lies before it.
+__device__ void cut_batch(Share& share, const Batch& batch, int turn, int shares, const Divider& by_shares, int min_units) {
     __shared__ int warp_sums[WARPS];
     const int lane = lane_index(), warp = threadIdx.x / 32;
     const int run = (batch.size + THREADS - 1) / THREADS;
@@ -58,8 +84,8 @@ __device__ void cut_batch(Share& share, const Batch& batch, int index, int share
         total += warp_sums[w];
     }
     const int per_share = max(min_units, by_shares.quotient(total + shares - 1));
-    const int begin = min(total, index * per_share), end = min(total, begin + per_share);
-    if (threadIdx.x == 0) share.index = index, share.begin = begin, share.end = end, share.per_share = per_share;
+    const int end = max(0, total - turn * per_share), begin = max(0, end - per_share);
+    if (threadIdx.x == 0) share.index = shares - 1 - turn, share.begin = begin, share.end = end, share.per_share = per_share;
     if (begin >= before && begin < before + mine) {
         int request = first;
         #pragma unroll 1

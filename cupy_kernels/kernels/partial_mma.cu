@@ -67,7 +67,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
         {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
         {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}, page_size, Divider(page_divider)};
     const QPart q_part = load_q(q_heads);
-    feed.start();
+    feed.find_first();
+    feed.load_first();
     store_q(exchange.q, q_part);
     __syncthreads();
     attend(feed, tokens, scale, heads, exchange);

@@ -82,17 +82,31 @@ __device__ __forceinline__ float2 load_relaxed(const float2* address) {
     return x;
 }
 
+// Nothing else is ordered by it, so that what is computed may move past it.
+__device__ __forceinline__ int load_relaxed(const int* address) {
+    int x;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(address));
+    return x;
+}
+
 // To be said between two looks at what another block has not written yet. (A CPU runs one block at a time: there it never will be.)
 __device__ __forceinline__ void look_again() {}
 
-// Programmatic dependent launch (sm_90): a kernel launched that way begins before the one in front of it has ended. It may touch no
-// memory of others until this returns: then all that was launched before it has ended, and what that wrote is seen.
+// Programmatic dependent launch (sm_90): a kernel launched that way begins before the one in front of it has ended. What it reads
+// of others' memory before this returns may be out of date, and it may write none. Then all that was launched before has ended, and
+// what that wrote is seen.
 __device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Once all blocks have said so or ended, the next launch may begin: to be said when the device would have room for it soon.
+// Meanwhile it may ask for memory into L2, in lines of 128 bytes: what is written to them later is seen there.
+__device__ __forceinline__ void prefetch(const void* address, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    for (int i = 0; i < bytes; i += 128) asm volatile("prefetch.global.L2 [%0];" :: "l"(static_cast<const char*>(address) + i));
+#endif
+}
+// Once all blocks have said so or ended, the next launch may begin: its blocks take the places that are free or become so.
 __device__ __forceinline__ void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

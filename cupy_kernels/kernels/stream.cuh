@@ -7,6 +7,8 @@
 #include "pieces.cuh"
 
 #define THREADS (32 * WARPS)
+// Tiles that each warp asks for into L2 while the launch in front still runs. More gain nothing: bench/NOTES.md.
+#define TILES_AHEAD 2
 #define COLUMNS (HEAD_DIM / 4)
 static_assert(WARPS <= 32, "a block has at most 1024 threads");
 
@@ -94,11 +96,38 @@ template <class Spans> struct Feed {
             v_rows = {};
         }
     }
-    __device__ void start() {
+    __device__ void find_first() {
         span.tokens.end = 0;
+        place = {};
         advance(0);
+    }
+    __device__ void load_first() {
         load_k();
         if (TOGETHER) load_v();
+    }
+    // The place of the tile as the page table has it now.
+    __device__ Place place_now() const {
+        if (first >= span.tokens.end) return place;
+        return place_of(span.page_table, page_size, by_page, first, span.tokens.end, lane_index());
+    }
+    // Asks for the warp's first tiles of its span into L2: lanes 0 to 15 for a row of K each, the others of V.
+    __device__ void prefetch_first(int pool_pages) const {
+        const bool is_k = lane_index() < TILE;
+        const KV* base = is_k ? k.base : v.base;
+        const long long page_stride = is_k ? k.page_stride : v.page_stride;
+        const int slot_stride = is_k ? k.slot_stride : v.slot_stride;
+        int token[TILES_AHEAD], page[TILES_AHEAD];
+        #pragma unroll
+        for (int i = 0; i < TILES_AHEAD; i++) {
+            token[i] = first + i * WARPS * TILE + lane_index() % TILE;
+            if (token[i] < span.tokens.end) page[i] = load_relaxed(span.page_table + by_page.quotient(token[i]));
+        }
+        #pragma unroll
+        for (int i = 0; i < TILES_AHEAD; i++) {
+            const long long slot = token[i] - by_page.quotient(token[i]) * page_size;
+            if (token[i] < span.tokens.end)
+                prefetch(base + inside_pool(page[i], pool_pages) * page_stride + slot * slot_stride, 2 * HEAD_DIM);
+        }
     }
 };
 
