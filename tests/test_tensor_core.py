@@ -203,11 +203,13 @@ def test_a_piece_of_nothing_but_ones_is_no_empty_mailbox():
         out, _ = run(np, case, case.inputs())
     assert np.isnan(out[..., 1::4]).all()
     assert np.isfinite(out[..., ::4]).all()
-    with (
-        jit.settings(patches=(("balanced.cu", f"without_not_there({state})", ones),)),
-        pytest.raises(RuntimeError, match="balanced: a block deadlocked"),
-    ):
-        run(np, case, case.inputs())
+    for guarded in ("any", "mine"):
+        unguarded = ("balanced.cu", f"without_not_there({guarded})", guarded)
+        with (
+            jit.settings(patches=(("balanced.cu", state, ones), unguarded)),
+            pytest.raises(RuntimeError, match="balanced: a block deadlocked"),
+        ):
+            run(np, case, case.inputs())
 
 
 def test_blocks_wait_for_earlier_ones_only(xp):

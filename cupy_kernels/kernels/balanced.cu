@@ -7,8 +7,9 @@
 // The cut is computed here, from context_lens, in units of whole pages: no plan on the host, and a captured graph serves any lengths.
 // Bits do not depend on timing: pieces are merged in the order of the shares.
 //
-// A block begins while the launch in front still runs (sm_90), finds its share and asks for its first pages into L2. That launch may
-// yet write all of it, tables included; so, once it has ended, what the block went by is read again, and if it differs, followed anew.
+// A block begins while the launch in front still runs (sm_90), finds its share and asks for its first pages into L2. That launch
+// may yet write all of it, tables included. So, once it has ended, what the block went by is read again, and followed anew if it
+// differs.
 //
 // A block waits, at its very end, for those of later shares. Shares are dealt to blocks from the last one backwards: what is waited
 // for was started earlier, and waits for nobody but blocks started earlier still. So it ends, however few fit on the device at once.
@@ -40,7 +41,8 @@ struct Mailboxes {
     int columns, column, items;
 
     __device__ long long at(int share, int item) const { return ((long long)share * columns + column) * items + item; }
-    __device__ void put(int share, int item, const Piece& piece) const {
+    __device__ void put(int share, int item, const Piece& any) const {
+        const Piece piece = without_not_there(any);
         const long long i = at(share, item);
         store_relaxed(sums + i, make_float2(piece.m, piece.l));
         store_relaxed(rows + i, piece.acc);
@@ -72,7 +74,9 @@ struct Deal {
 // What is left of a warp's part of a request once its own block has `own` of it: the pieces of `followers` shares after this one. Of
 // lanes that are deal.width apart one has an item, and the others share its pieces: 0 is its own, p that of share + p.
 __device__ __forceinline__ Piece merge_followers(
-    const Mailboxes& mailboxes, const Piece& own, int share, int followers, bool has_item, int item, const Deal& deal, float scale) {
+    const Mailboxes& mailboxes, const Piece& mine, int share, int followers, bool has_item, int item, const Deal& deal,
+    float scale) {
+    const Piece own = without_not_there(mine);
     const int sharer = lane_index() / deal.width, sharers = 32 / deal.width, pieces = has_item ? followers + 1 : 0;
     const auto read = [&](int p) { return p == 0 ? own : mailboxes.read(share + p, item); };
     // The same bits either way, but every piece that might be there costs time.
@@ -218,11 +222,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
         for (int i = place; i - place < deal.count; i += deal.width) {
             const int item = deal.first + i, head = item / COLUMNS, c = item % COLUMNS;
             const bool has_item = i < deal.count, writes = has_item && lane_index() < deal.width;
+            const bool begins_here = part.tokens.begin == 0, merges = begins_here && part.followers > 0;
             Piece piece = EMPTY_PIECE;
-            if (writes) piece = without_not_there(block_state(exchange, scale, head, heads, c));
-            const bool begins_here = part.tokens.begin == 0;
-            if (begins_here && part.followers > 0)
-                piece = merge_followers(mailboxes, piece, left.index, part.followers, has_item, item, deal, scale);
+            if (writes) piece = block_state(exchange, scale, head, heads, c);
+            if (merges) piece = merge_followers(mailboxes, piece, left.index, part.followers, has_item, item, deal, scale);
             if (writes && begins_here) output(part.request).write(piece, scale, head, c);
             if (writes && !begins_here) mailboxes.put(left.index, item, piece);
         }

@@ -54,8 +54,10 @@ __device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, i
 
 // x / l, given 1 / l: rounded as a division is, at the cost of a product and a remainder (Markstein 1990). Infinite as x is.
 __device__ __forceinline__ float quotient(float x, float l, float inverse) {
-    const float q = x * inverse;
-    return fabsf(q) < __int_as_float(0x7f800000) ? fmaf(fmaf(-q, l, x), inverse, q) : q;
+    const float q = x * inverse, rest = fmaf(-q, l, x);
+    // Selected, not branched over: four in a row are waited for once.
+    const bool finite = fabsf(q) < __int_as_float(0x7f800000);
+    return fmaf(finite ? rest : 0.f, finite ? inverse : 0.f, q);
 }
 
 // o and lse of one request: o[head, d], lse[head].
