@@ -48,20 +48,21 @@ LOADS_ONLY = (
     ("stream.cuh", SCORES, ""),
     ("stream.cuh", PRODUCTS, "        state.acc[0][0][0] += *(float*)(slot + 4 * lane);\n"),
 )
-MERGE = "            if (begins_here && part.followers > 0)\n"
+MERGE = "            if (merges) piece = merge_followers"
 NO_MERGE = (
-    ("balanced.cu", MERGE, "            if (batch_size < 0)\n"),
+    ("balanced.cu", MERGE, "            if (batch_size < 0) piece = merge_followers"),
     ("balanced.cu", "if (writes && !begins_here) mailboxes", "if (batch_size < 0) mailboxes"),
 )
 CUT = "        cut_batch(left, batch, blockIdx.z, gridDim.z, Divider(share_divider), min_units);\n"
+END = "        wait_for_previous_launch();\n        if (batch_size > 0) return;\n"
 # Left out of a configuration, by suffix.
 STAGES = {
     "": (),
     "/loads": LOADS_ONLY,
     "/loads,no merge": LOADS_ONLY + NO_MERGE,
     "/no merge": NO_MERGE,
-    "/cut": (("balanced.cu", CUT, CUT + "        if (batch_size > 0) return;\n"),),
-    "/empty": (("balanced.cu", CUT, "        if (batch_size > 0) return;\n" + CUT),),
+    "/cut": (("balanced.cu", CUT, CUT + END),),
+    "/empty": (("balanced.cu", CUT, END + CUT),),
 }
 
 PAGED_FLOOR = r"""

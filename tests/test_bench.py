@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from bench import __main__ as command_line
-from bench import accuracy, cases, floor, loading, merge, report, timing
+from bench import accuracy, cases, floor, loading, merge, report, timing, tune
 from bench.decode import Bench, Options, context_fit, prepare
+from cupy_kernels import jit
 
 SMALL = cases.BenchCase("small", (37, 64), num_q_heads=4, num_kv_heads=2, head_dim=64)
 COLD = 1000
@@ -239,6 +240,12 @@ def test_measure_apart(fake_cupy, monkeypatch):
 
     assert timing.measure_apart(call, 4) == 9.0
     assert calls == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("patches", tune.STAGES.values(), ids=tune.STAGES)
+def test_stages_that_are_left_out_stand_in_the_kernel(patches):
+    text = jit.read_source("balanced.cu", patches=patches)
+    assert (text == jit.read_source("balanced.cu")) == (not patches)
 
 
 def test_read_floor(fake_cupy):

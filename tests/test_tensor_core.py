@@ -357,6 +357,8 @@ def test_what_is_refused():
     args = Case().inputs()
     shifted = np.zeros(args["v_cache"].size + 4, np.float16)[4:].reshape(args["v_cache"].shape)
     assert "rows of v_cache aligned" in refusal(problem_of(np, Case(), args | {"v_cache": shifted}))
+    no_page = {name: args[name][:0] for name in ("k_cache", "v_cache")} | {"context_lens": np.zeros(3, np.int32)}
+    assert refusal(problem_of(np, Case(), args | no_page)) == "a pool of at least one page"
     # 32,768 KV heads fit a grid of chunks of 16 query heads, not one of chunks of 8.
     many = lambda *shape: np.broadcast_to(np.zeros(256, np.float16), (*shape, 256))
     pool = args["k_cache"].shape[:2]
