@@ -181,7 +181,7 @@ class Results:
     """What one case's peers gave, by name."""
 
     us: dict[str, float] = field(default_factory=dict)
-    apart_us: dict[str, float] = field(default_factory=dict)  # as timing.measure_apart
+    apart_us: dict[str, float] = field(default_factory=dict)  # as timing.measure_apart; what lies between adds 1 to a number
     host_us: dict[str, float] = field(default_factory=dict)
     accuracy: dict[str, tuple[float, float]] = field(default_factory=dict)  # exact_fraction, rho
     variant: dict[str, str] = field(default_factory=dict)
@@ -206,7 +206,8 @@ def compare(
 def _compare_one(
     name: str, t: Tensors, sets: PageSets, results: Results, reference: accuracy.Reference | None, repeats: int
 ) -> None:
-    errors = []
+    errors, number = [], torch.zeros(1, device="cuda")
+    graph_us = lambda call: _graph_us(call, len(sets), repeats)
     for variant, run in PEERS[name](t):
         call = lambda i, run=run: _numpy(run(i))
         try:
@@ -218,13 +219,13 @@ def _compare_one(
                 for cache in (t.k, t.v):
                     torch.nan_to_num(cache, out=cache)
                 accuracy.check(sets, call)
-            us = _graph_us(run, len(sets), repeats)
+            us = graph_us(run)
         except Exception as error:
             errors.append(error)
             continue
         if us < results.us.get(name, math.inf):
             results.us[name], results.variant[name] = us, variant
-            results.apart_us[name] = _apart_us(run, len(sets), repeats)
+            results.apart_us[name] = timing.apart(graph_us, run, lambda i: number.add_(1))
             results.host_us[name] = timing.host_us(run, len(sets), 100)
             if reference:
                 results.accuracy[name] = reference.measure(sets, call)
@@ -239,13 +240,6 @@ def _numpy(out: torch.Tensor) -> Any:
     import ml_dtypes
 
     return out.contiguous().view(torch.int16).cpu().numpy().view(ml_dtypes.bfloat16)
-
-
-def _apart_us(run: Run, num_sets: int, repeats: int) -> float:
-    """As timing.measure_apart; here what lies between adds 1 to one number."""
-    number = torch.zeros(1, device="cuda")
-    rest = lambda i: number.add_(1)
-    return _graph_us(lambda i: (run(i), rest(i))[1], num_sets, repeats) - _graph_us(rest, num_sets, repeats)
 
 
 def _graph_us(run: Run, num_sets: int, repeats: int) -> float:

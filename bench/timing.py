@@ -73,10 +73,18 @@ def measure_apart(call: Callable[[int], Any], num_sets: int, repeats: int = REPE
     In a chain as of `measure` a call may begin while the one in front still runs. Here it can't: an ordinary launch, which does
     nothing, is between them.
     """
-    between = _nothing()
-    rest = lambda i: between((1,), (32,), ())
-    both = measure(lambda i: (call(i), rest(i)), num_sets, repeats)
-    return both.us - measure(rest, num_sets, repeats).us
+    nothing = _nothing()
+    return apart(lambda call: measure(call, num_sets, repeats).us, call, lambda i: nothing((1,), (32,), ()))
+
+
+def apart(us: Callable[[Callable[[int], Any]], float], call: Callable[[int], Any], between: Callable[[int], Any]) -> float:
+    """What `call` takes by `us` with a launch `between` its calls, less what that one takes."""
+
+    def both(i: int) -> Any:
+        call(i)
+        between(i)
+
+    return us(both) - us(between)
 
 
 @functools.cache

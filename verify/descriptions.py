@@ -96,11 +96,12 @@ def balanced_orders(lens: list[int], page_size: int, grid: tensor_core.Grid) -> 
     unit, warps = tensor_core.unit_tokens(page_size), grid.config.warps
     units = [-(-n // unit) for n in lens]
     least = math.ceil(grid.config.min_tiles * warps * tensor_core.TILE / unit)
-    per_share = max(least, -(-sum(units) // grid.shares))
+    total = sum(units)
+    per_share = max(least, -(-total // grid.shares))
     orders, begin = [], 0
     for n, count in zip(lens, units, strict=True):
         # Cuts are where a share begins inside the request; the last share ends with the batch.
-        inside = range(begin + (sum(units) - begin) % per_share, begin + count, per_share)
+        inside = range(begin + (total - begin) % per_share, begin + count, per_share)
         cuts = sorted({0, *((cut - begin) * unit for cut in inside), n})
         orders.append(tiled_order([range(a, b) for a, b in pairwise(cuts)], tensor_core.TILE, warps))
         begin += count

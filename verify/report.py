@@ -101,7 +101,8 @@ def save(report: dict[str, Any], sections: Sequence[Section], folder: Path) -> l
     """Writes report.json and, where Jinja2 and Matplotlib are installed, report.html. Returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "report.json"]
-    paths[0].write_text(json.dumps(plain(report), indent=1, allow_nan=False) + "\n")
+    # For machines, thousands of cases: one line.
+    paths[0].write_text(json.dumps(plain(report), allow_nan=False) + "\n")
     try:
         html = render(report, sections)
     except ModuleNotFoundError as error:
