@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from decode_cases import VIEWS
-from helpers import DTYPES, U32, assert_empty, assert_same_bits, assert_within, on, paged, slot_of, stored, to_numpy
+from helpers import DTYPES, U32, assert_empty, assert_same_bits, assert_within, launch, on, paged, slot_of, stored, to_numpy
 
 import reference
 from cupy_kernels import jit, tensor_core
@@ -230,48 +230,100 @@ def test_shares_in_the_order_of_blocks_would_deadlock():
         run(np, case, case.inputs())
 
 
+# What a block checks of its first look, each to be left out.
+MINE, OTHERS = ("length == seen", "true"), ("same && batch.others_are_kept()", "same")
+ALL, PAGE = ("= kept_all &&", "= true &&"), ("inside_pool(place.page, pool_pages) == page", "true")
 # The launch in front writes what a block has looked at already, planted where the block waits for it: (what, its index, before,
-# after). Before the look it is as it was, also for the blocks that run later.
-FEW, MANY = (37, 40, 100), (3,) * 600
+# after), and the checks that find it. Before the look it is as it was, also for the blocks that run later.
+FEW, SOME, MANY = (37, 40, 100), (3,) * 200, (3,) * 600
 WRITTEN_MEANWHILE = {
-    "one token more": (FEW, "context_lens", 0, 36, 37),
-    "a token less, one page less": (FEW, "context_lens", 2, 97, 96),
-    "a request that was empty": (FEW, "context_lens", 1, 0, 40),
-    "a request that is empty now": (FEW, "context_lens", 2, 100, 0),
-    "a length that was nonsense": (FEW, "context_lens", 2, 2**31 - 1, 100),
-    "a page id": (FEW, "page_table", 0, None, None),
-    "a page id that was nonsense": (FEW, "page_table", 0, -1, None),
-    "the last length of a large batch": (MANY, "context_lens", 599, 0, 3),
-    "a length of a large batch": (MANY, "context_lens", 0, 1, 3),
+    "one token more": (FEW, "context_lens", 0, 36, 37, [MINE]),
+    "a token less, one page less": (FEW, "context_lens", 2, 97, 96, [MINE]),
+    "a request that was empty": (FEW, "context_lens", 1, 0, 40, [MINE]),
+    "a request that is empty now": (FEW, "context_lens", 2, 100, 0, [MINE]),
+    "a length that was nonsense": (FEW, "context_lens", 2, 2**31 - 1, 100, [MINE]),
+    "a page id": (FEW, "page_table", 0, None, None, [PAGE]),
+    "a page id that was nonsense": (FEW, "page_table", 0, -1, None, [PAGE]),
+    "a length of another round of threads": (SOME, "context_lens", 150, 0, 3, [OTHERS]),
+    "the last length of a large batch": (MANY, "context_lens", 599, 0, 3, [ALL]),
+    "a length of a large batch": (MANY, "context_lens", 0, 1, 3, [ALL, MINE]),
 }
+LOOK, CUT, WAIT = (
+    "    int length = batch.read(threadIdx.x);\n", "        ahead[threadIdx.x / 32] = left;\n",
+    "        wait_for_previous_launch();\n",
+)  # fmt: skip
+
+
+def writing(array, index, values):
+    """Patches by which thread 0 of each block writes to an input, before any thread goes past these places in the text."""
+    write = f"    __syncthreads();\n    if (threadIdx.x == 0) const_cast<int*>({array})[{index}] = %d;\n    __syncthreads();\n"
+    return tuple(("balanced.cu", place, write % value + place) for place, value in values.items())
+
+
+def run_on_copies(case, args, patches):
+    with jit.settings(patches=patches):
+        return run(np, case, {name: value.copy() for name, value in args.items()})
 
 
 @pytest.mark.parametrize("name", WRITTEN_MEANWHILE)
 def test_a_look_that_was_out_of_date(name):
-    lens, array, index, before, after = WRITTEN_MEANWHILE[name]
+    lens, array, index, before, after, checks = WRITTEN_MEANWHILE[name]
     case = Case(lens=lens, heads=(2, 2), shares=5)
     args = case.inputs()
     if array == "page_table":
         # Of the pool's pages the last one is what stands for an id that is none: it should not be the right one by chance.
         args = case.inputs(order=range(case.inputs()["k_cache"].shape[0]))
         before, after = args[array][0, 1] if before is None else before, args[array][0, 0]
-    final = {**args, array: args[array].copy()}
-    final[array].ravel()[index] = after
-    want = run(np, case, final)
-    write = lambda value: f"    if (threadIdx.x == 0) const_cast<int*>({array})[{index}] = {int(value)};\n    __syncthreads();\n"
-    look, wait = "    int length = batch.read(threadIdx.x);\n", "        wait_for_previous_launch();\n"
-    meanwhile = (("balanced.cu", look, write(before) + look), ("balanced.cu", wait, write(after) + wait))
-    with jit.settings(patches=meanwhile):
-        assert_same_bits(run(np, case, {name: value.copy() for name, value in final.items()}), want)
+    args[array].ravel()[index] = after
+    want, meanwhile = run(np, case, args), writing(array, index, {LOOK: before, WAIT: after})
+    assert_same_bits(run_on_copies(case, args, meanwhile), want)
     # It is the second look that makes it right.
-    unchecked = ("balanced.cu", "__syncthreads_and(same && batch.others_are_kept());", "true;")
-    with jit.settings(patches=(*meanwhile, unchecked)):
-        try:
-            got = run(np, case, {name: value.copy() for name, value in final.items()})
-        except RuntimeError:
-            # Blocks that know of different cuts may wait for pieces that never come.
-            return
+    try:
+        got = run_on_copies(case, args, (*meanwhile, *(("balanced.cu", *check) for check in checks)))
+    except RuntimeError:
+        # Blocks that know of different cuts may wait for pieces that never come.
+        return
     assert any(a.tobytes() != b.tobytes() for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("lens", "shares"),
+    [((200, 0, 33, 5), [(13, 17), (9, 13), (5, 9), (1, 5), (0, 1)]), ((33,), [(1, 3), (0, 1), (0, 0), (0, 0), (0, 0)])],
+    ids=["units left over come first", "a share has two units for two warps"],
+)
+def test_first_blocks_take_the_last_shares(lens, shares):
+    # Blocks write down their units instead of computing anything.
+    walk = "    if (threadIdx.x == 0) parts[0] = next_part(left, batch);\n"
+    note = "    if (threadIdx.x == 0) lse[2 * blockIdx.z] = left.begin, lse[2 * blockIdx.z + 1] = left.end;\n    return;\n"
+    case = Case(lens=lens, heads=(16, 1), shares=5)
+    with jit.settings(patches=(("balanced.cu", walk, note),)):
+        _, lse = run(np, case, case.inputs())
+    np.testing.assert_array_equal(lse.ravel()[:10].reshape(5, 2), shares)
+
+
+def test_lengths_that_are_not_kept_may_shrink_during_a_look():
+    # A share then ends before its units do: the way through it must end all the same.
+    case = Case(lens=MANY, heads=(2, 2), shares=5)
+    args = case.inputs()
+    shrinking = writing("context_lens", len(MANY) - 1, {LOOK: 3, CUT: 0, WAIT: 3})
+    assert_same_bits(run_on_copies(case, args, shrinking), run(np, case, args))
+
+
+def test_quotients():
+    text = "#define OUT float\n#define THREADS 32\n" + jit.read_source("pieces.cuh", for_cpu=True)
+    text += """extern "C" __global__ void divide(const float* x, const float* l, float* q, const int* n) {
+        for (int i = threadIdx.x; i < *n; i += THREADS) q[i] = quotient(x[i], l[i], 1.f / l[i]);
+    }"""
+    rng = np.random.default_rng(0)
+    n = 200_000
+    l = (rng.uniform(1, 2, n) * 2.0 ** rng.integers(-20, 20, n)).astype(np.float32)
+    x = (rng.uniform(-2, 2, n) * 2.0 ** rng.integers(-60, 60, n)).astype(np.float32)
+    x[:6] = np.nan, 0, np.inf, -np.inf, np.finfo(np.float32).max, 1
+    l[:6] = 3, 3, 3, 0.3, 3, 1
+    q = np.full(n, 7, np.float32)
+    assert launch(text, "divide", 32, x, l, q, np.array([n], np.int32)) == 0
+    assert np.isnan(q[0])
+    np.testing.assert_array_equal(q[1:], (x / l)[1:])
 
 
 def test_dividers():
