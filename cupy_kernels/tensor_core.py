@@ -20,6 +20,9 @@ TILE = 16
 N_TILE = 8  # query heads of one MMA
 # A word of a mailbox that was not written to: of kernels/balanced.cu.
 NOT_THERE = 0xFFFFFFFF
+# Shares of so many tiles a warp are paced (kernels/pace.cuh); PACED_WORDS and PACED_STRIDE.
+PACED_ROWS = 60
+PROGRESS_SHAPE = (8, 32)
 # Counts of units are int32 on the device; shares round up.
 MAX_UNITS = 2**30
 
@@ -161,18 +164,20 @@ def plan_grid(
 class Workspace:
     """What the blocks of a launch leave for each other. Launches that may overlap need one each.
 
-    All words are NOT_THERE before each launch and after it.
+    All words of the pieces are NOT_THERE before each launch and after it.
     """
 
     o_pieces: Any  # [shares, columns, block_heads, head_dim] float32
     sum_pieces: Any  # [shares, columns, block_heads, head_dim / 4, 2] float32
+    progress: Any  # PROGRESS_SHAPE uint32, whatever it holds
 
     @classmethod
     def of(cls, xp: ModuleType, grid: Grid) -> Workspace:
         """A new one, on the current device."""
         rows = (grid.shares, grid.columns, grid.block_heads)
         shapes = (*rows, grid.head_dim), (*rows, grid.head_dim // 4, 2)
-        return cls(*(xp.full(shape, NOT_THERE, np.uint32).view(np.float32) for shape in shapes))
+        o_pieces, sum_pieces = (xp.full(shape, NOT_THERE, np.uint32).view(np.float32) for shape in shapes)
+        return cls(o_pieces, sum_pieces, xp.zeros(PROGRESS_SHAPE, np.uint32))
 
 
 def divider(divisor: int) -> int:
@@ -192,12 +197,13 @@ def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, worksp
     """
     p, unit = problem, unit_tokens(problem.page_size)
     values = constants(p.dtype, str(out.dtype), p.head_dim, p.group_size, p.page_size, grid.config)
+    units = lambda rows: math.ceil(rows * grid.config.warps * TILE / unit)
     return jit.kernel("balanced.cu", "balanced", **values).bind(
         p.xp, grid.dims, 32 * grid.config.warps, grid.shared_bytes, **p.arguments(out, lse, "batch", "head"),
-        o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, batch_size=p.batch_size,
+        o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, progress=workspace.progress, batch_size=p.batch_size,
         chunk_heads=chunk_heads(p.head_dim, p.group_size), page_divider=divider(p.page_size), unit_divider=divider(unit),
         share_divider=divider(grid.shares), unit_tokens=unit, pool_pages=int(p.k_cache.shape[0]),
-        min_units=math.ceil(grid.config.min_tiles * grid.config.warps * TILE / unit), scale_log2=nonzero(p.scale_log2),
+        min_units=units(grid.config.min_tiles), paced_units=units(PACED_ROWS), scale_log2=nonzero(p.scale_log2),
     )  # fmt: skip
 
 

@@ -184,6 +184,56 @@ def test_workspace_is_used_again(xp):
         assert_same_bits(run(xp, case, args, workspace), run(xp, case, args))
 
 
+# 128 tiles of one warp, 64 a share: blocks look at each other's progress. In one word: both shares of one column of blocks.
+PACED = Case(lens=(2000, 37), head_dim=128, shares=2, config=Config(warps=1))
+
+
+def paced_run(xp, patches=(), words=0):
+    """(out, lse), and the words that columns count in, which held `words`."""
+    workspace = Workspace.of(xp, grid_of(PACED))
+    workspace.progress[...] = words
+    with jit.settings(patches=patches):
+        results = run(xp, PACED, PACED.inputs(), workspace)
+    return results, to_numpy(workspace.progress)[:, 0]
+
+
+def test_pacing_changes_no_bits(xp):
+    want, _ = paced_run(xp, [("balanced.cu", "#define PACED (", "#define PACED 0 && (")])
+    for words in (0, 7, 2**31, 2**32 - 1):
+        got, _ = paced_run(xp, words=words)
+        assert_same_bits(got, want)
+
+
+def test_blocks_count_their_rows():
+    # Of the two columns; there are no others.
+    _, words = paced_run(np, words=7)
+    np.testing.assert_array_equal(words, [128, 128, *[7] * 6])
+    # A tile less in a share than is paced: nobody counts.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_core, "PACED_ROWS", 65)
+        _, words = paced_run(np, words=7)
+    np.testing.assert_array_equal(words, [7] * 8)
+
+
+def test_blocks_that_are_ahead_hold_back():
+    # On the CPU one block runs after the other. The first of a column sees k rows of 2 blocks when it has k itself, so it takes
+    # itself for 2 (k - 1) - k of 4 times 2 rows ahead: it holds back after rows 3 to 10. The second one is behind all the way.
+    end = "    // Requests without tokens are in nobody's share.\n"
+    counting = [
+        ("pace.cuh", "struct Pace {", "static unsigned held_back;\nstruct Pace {"),
+        ("pace.cuh", "__nanosleep(HOLD_BACK_NANOSECONDS)", "held_back += threadIdx.x == 0"),
+        ("balanced.cu", end, "    progress[7 * PACED_STRIDE] = held_back;\n" + end),
+    ]
+    _, words = paced_run(np, counting)
+    assert words[7] == 2 * 8
+
+
+def test_progress_is_as_the_kernel_has_it():
+    text = jit.read_source("pace.cuh")
+    shape = (int(re.search(rf"#define {name} (\d+)", text)[1]) for name in ("PACED_WORDS", "PACED_STRIDE"))
+    assert tensor_core.PROGRESS_SHAPE == tuple(shape)
+
+
 def test_nan_of_any_payload_ends(xp):
     case = Case(lens=(100,), shares=4)
     for bits in (0xFFFF, 0x7FFF, 0xFE00, 0x7E01):

@@ -35,6 +35,7 @@ inline void __syncwarp(unsigned = 0xffffffffu) { cuda::meet(cuda::my_warp().meet
 // Blocks and threads take turns on one core: memory is always in order.
 inline void __threadfence() {}
 inline void __threadfence_block() {}
+inline void __nanosleep(unsigned) {}
 
 template <class T> inline T __shfl_sync(unsigned mask, T x, int lane) { return cuda::shuffle(mask, x, lane); }
 template <class T> inline T __shfl_xor_sync(unsigned mask, T x, int bits) { return cuda::shuffle(mask, x, cuda::my_lane() ^ bits); }

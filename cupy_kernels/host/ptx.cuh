@@ -75,6 +75,9 @@ inline unsigned transpose_8x8(unsigned x) {
 
 template <class T> inline void store_relaxed(T* address, T x) { *address = x; }
 template <class T> inline T load_relaxed(const T* address) { return *address; }
+inline void add_relaxed(unsigned* address, unsigned x) { *address += x; }
+inline void copy_async_16(void* to_shared, const void* from) { memcpy(to_shared, from, 16); }
+inline void wait_for_copies() {}
 inline void look_again() { cuda::wait_forever(); }
 inline void wait_for_previous_launch() {}
 inline void prefetch(const void*, int) {}

@@ -16,6 +16,9 @@
 #define WAITS_FOR_EARLIER_BLOCKS
 //
 // Constants: KV (q, K, V), OUT (o), HEAD_DIM, N_TILES, P_PARTS, WHOLE_TILES, WARPS, BLOCKS_PER_SM.
+
+// Where there are registers for it, and it was seen to help.
+#define PACED (HEAD_DIM == 128 && N_TILES == 1)
 #include "stream.cuh"
 #include "cut.cuh"
 
@@ -125,6 +128,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     float* __restrict__ lse,               // [batch_size, num_q_heads] by its strides
     float* o_pieces,                       // [shares, columns, heads of a block, head_dim], undivided: mailboxes, all NOT_THERE
     float* sum_pieces,                     // [shares, columns, heads of a block, head_dim / 4, 2]: m, l; likewise, and so left
+    unsigned* progress,                    // [PACED_WORDS, PACED_STRIDE], whatever it holds: the first of each row is a Pace's word
     int batch_size,
     int group_size,
     int chunk_heads,                       // query heads of a chunk; the last one may have fewer
@@ -136,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     long long share_divider,               // of gridDim.z
     int unit_tokens,                       // the least multiple of page_size that fills a tile
     int min_units,                         // of a share: a batch too small to fill the device is cut into fewer shares
+    int paced_units,                       // of a share: in less, blocks don't drift apart far enough to be paced
     float scale_log2,                      // sm_scale * log2(e), not 0
     int natural,                           // lse in natural logarithms, or else in base 2
     long long q_batch_stride,              // all strides in elements
@@ -204,11 +209,23 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
         feed.load_first();
         current = __syncthreads_and(same && batch.others_are_kept());
     }
+    Pace pace = {};
+    if (PACED && left.per_share >= paced_units) {
+        __shared__ uint4 seen;
+        const int paced_word = column % PACED_WORDS, columns_of_word = (columns - 1 - paced_word) / PACED_WORDS + 1;
+        // Shares that are not empty: of blocks before this one all, and as many from here on as hold what ends with this one.
+        const int shares = blockIdx.z + (left.end + left.per_share - 1) / left.per_share;
+        pace = {progress + paced_word * PACED_STRIDE, &seen.x, shares * columns_of_word};
+        // Far more than rows can be: nobody is ahead before the first look has come.
+        if (threadIdx.x == 0) seen.x = 1u << 30;
+        // The first blocks of all. Rows that others have counted already are lost, one or none.
+        if (threadIdx.x == 0 && blockIdx.z == 0 && column < PACED_WORDS) store_relaxed(pace.word, 0u);
+    }
     if (threadIdx.x == 0) parts[0] = next_part(left, batch);
     __syncthreads();
     for (int turn = 0; parts[turn].request >= 0; turn ^= 1) {
         if (threadIdx.x == 0) parts[turn ^ 1] = next_part(left, batch);
-        attend(feed, parts[turn].tokens, scale, heads, exchange);
+        attend(feed, parts[turn].tokens, scale, heads, exchange, pace);
         __syncthreads();
         QPart q_part = {};
         if (parts[turn ^ 1].request >= 0) q_part = load_q(q_of(parts[turn ^ 1].request));
@@ -232,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
         store_q(exchange.q, q_part);
         __syncthreads();
     }
+    pace.finish();
     // Requests without tokens are in nobody's share.
     #pragma unroll 1
     for (int request = blockIdx.z; request < batch_size; request += gridDim.z)

@@ -4,6 +4,7 @@
 // partial.cu, the work inside as in balanced.cu.
 //
 // Constants: KV (q, K, V), OUT (stored o), HEAD_DIM, N_TILES, P_PARTS, WHOLE_TILES, WARPS, BLOCKS_PER_SM.
+#define PACED 0
 #include "stream.cuh"
 
 struct OneSpan {
@@ -71,7 +72,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     feed.load_first();
     store_q(exchange.q, q_part);
     __syncthreads();
-    attend(feed, tokens, scale, heads, exchange);
+    Pace pace = {};
+    attend(feed, tokens, scale, heads, exchange, pace);
     __syncthreads();
     let_next_launch_begin();
 

@@ -82,6 +82,20 @@ __device__ __forceinline__ float2 load_relaxed(const float2* address) {
     return x;
 }
 
+__device__ __forceinline__ void store_relaxed(unsigned* address, unsigned x) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(x) : "memory");
+}
+__device__ __forceinline__ void add_relaxed(unsigned* address, unsigned x) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(address), "r"(x) : "memory");
+}
+// 16 bytes, aligned to as many, into shared memory at some later time. It takes no register, and what uses registers does not wait.
+__device__ __forceinline__ void copy_async_16(void* to_shared, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+                 :: "r"((unsigned)__cvta_generic_to_shared(to_shared)), "l"(from) : "memory");
+}
+// For this thread's.
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Nothing else is ordered by it, so that what is computed may move past it.
 __device__ __forceinline__ int load_relaxed(const int* address) {
     int x;

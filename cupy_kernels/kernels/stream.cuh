@@ -2,9 +2,10 @@
 //
 // A block works for one KV head and up to N_HEADS of its query heads; warp w has every WARPS-th tile from the w-th on.
 //
-// Constants: those of tile.cuh, WARPS. Dynamic shared memory: see Exchange.
+// Constants: those of tile.cuh, WARPS, PACED. Dynamic shared memory: see Exchange.
 #include "tile.cuh"
 #include "pieces.cuh"
+#include "pace.cuh"
 
 #define THREADS (32 * WARPS)
 // Tiles that each warp asks for into L2 while the launch in front still runs. More gain nothing: bench/NOTES.md.
@@ -132,18 +133,19 @@ template <class Spans> struct Feed {
 };
 
 template <class Spans>
-__device__ __forceinline__ void stream_tiles(WarpState& state, Feed<Spans>& feed, const Range& tokens, const Exchange& exchange) {
+__device__ __forceinline__ void stream_tiles(
+    WarpState& state, Feed<Spans>& feed, const Range& tokens, const Exchange& exchange, Pace& pace) {
     const int lane = lane_index();
     char* slot = exchange.area(threadIdx.x / 32);
     #pragma unroll 1
     for (int first = tokens.begin + threadIdx.x / 32 * TILE; first < tokens.end; first += WARPS * TILE) {
         // As soon as a tile is in shared memory, the next one is on its way into the registers.
         store_rows<false>(slot, feed.k_rows, lane);
-        if (TOGETHER) {
-            store_rows<true>(slot, feed.v_rows, lane);
-            feed.load_k();
-        }
+        if (TOGETHER) store_rows<true>(slot, feed.v_rows, lane);
+        pace.hold_back();
+        if (TOGETHER) feed.load_k();
         feed.load_v();
+        pace.count_row();
         __syncwarp();
         float s[N_TILES][4];
         dots(s, slot, exchange.q, lane);
@@ -157,6 +159,7 @@ __device__ __forceinline__ void stream_tiles(WarpState& state, Feed<Spans>& feed
             __syncwarp();
         }
         accumulate(state, slot, p, lane);
+        pace.compare();
         if (LATE_K) feed.load_k();
         __syncwarp();
     }
@@ -191,13 +194,14 @@ __device__ __forceinline__ void store_states(const Exchange& exchange, WarpState
 
 // The state of the block's query heads over the range of tokens, which `feed` has come to; it is left in `exchange`.
 template <class Spans>
-__device__ __forceinline__ void attend(Feed<Spans>& feed, const Range& tokens, float scale, int heads, const Exchange& exchange) {
+__device__ __forceinline__ void attend(
+    Feed<Spans>& feed, const Range& tokens, float scale, int heads, const Exchange& exchange, Pace& pace) {
     WarpState state = {};
     #pragma unroll
     for (int n = 0; n < N_TILES; n++)
         #pragma unroll
         for (int h = 0; h < 2; h++) state.heads[n][h].log2_per_unit = scale;
-    stream_tiles(state, feed, tokens, exchange);
+    stream_tiles(state, feed, tokens, exchange, pace);
     store_states(exchange, state, heads);
 }
 
