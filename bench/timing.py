@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 REPEATS = 20
-# A replay should take this long, so that what an event costs does not show; and not more nodes than that.
-REPLAY_US, MAX_NODES = 1000, 256
+# A replay should take so long that what an event costs does not show, and hold as many calls as a model has layers: its first one
+# finds no launch to begin behind. Not more nodes than that, nor so long that the device takes back its clock.
+REPLAY_US, LAYERS, MAX_NODES, LONGEST_US = 1000, 32, 256, 4000
+# Before each measurement: a device that has been reading at full rate for long is near its limit of power, and lowers its clock.
+REST_S = 0.04
 # All replays of one measurement; slower calls get fewer of them, but at least three.
 BUDGET_US = 2e6
 HOST_CALLS = 300
@@ -32,9 +35,10 @@ def summary(samples: Sequence[float]) -> Timing:
 
 
 def nodes(num_sets: int, one_turn_us: float) -> int:
-    """Calls in one graph: whole turns through the page sets, REPLAY_US of them where MAX_NODES allows."""
-    turns = min(round(REPLAY_US / max(one_turn_us, 1.0)), MAX_NODES // num_sets)
-    return num_sets * max(1, turns)
+    """Calls in one graph: whole turns through the page sets, of REPLAY_US or LAYERS calls, the more of both within the limits."""
+    turn = max(one_turn_us, 1.0)
+    turns = max(round(REPLAY_US / turn), round(LAYERS / num_sets))
+    return num_sets * max(1, min(turns, MAX_NODES // num_sets, int(LONGEST_US / turn)))
 
 
 def measure(call: Callable[[int], Any], num_sets: int, repeats: int = REPEATS) -> Timing:
@@ -120,6 +124,7 @@ def measure_replays(replay: Callable[[], Any], calls: int, repeats: int = REPEAT
         pairs[-1][1].synchronize()
         return [1e3 * cupy.cuda.get_elapsed_time(start, stop) for start, stop in pairs]
 
+    time.sleep(REST_S)
     replay()
     (one,) = run(events[:1])
     return summary([us / calls for us in run(events[1 : 1 + max(3, min(repeats, int(BUDGET_US / one)))])])

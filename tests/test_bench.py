@@ -206,17 +206,18 @@ def test_settled_and_nodes():
     assert timing.settled(lambda: next(draws)) == 3.0
     draws = iter([float(2**-n) for n in range(20)])
     assert timing.settled(lambda: next(draws), most=8) == 2.0**-7
-    # Whole turns; 1 ms where 256 nodes allow; never less than one turn.
-    assert [timing.nodes(*n) for n in [(2, 100), (64, 100), (2, 5000), (1024, 1), (2, 0)]] == [20, 256, 2, 1024, 256]
+    # Whole turns; 1 ms or 32 calls, the more of both, where 256 nodes allow and 4 ms; never less than one turn.
+    cases = {(2, 100): 32, (2, 50): 40, (64, 100): 256, (2, 500): 16, (2, 5000): 2, (1024, 1): 1024, (2, 0): 256}
+    assert {case: timing.nodes(*case) for case in cases} == cases
 
 
 def test_measure(fake_cupy):
     calls = []
     timed = timing.measure(calls.append, 4, repeats=5)
-    # Twice eagerly; then 400 us a turn asks for 2 turns of 4.
-    assert calls == [0, 1, 2, 3] * 4
+    # Twice eagerly; then 8 turns of 4: 32 calls are more than 1 ms, of 400 us a turn, holds.
+    assert calls == [0, 1, 2, 3] * (2 + 8)
     assert len(fake_cupy.launches) == 1 + 1 + 5
-    assert timed == timing.Timing(50.0, 0.0)
+    assert timed == timing.Timing(12.5, 0.0)
     with pytest.raises(ZeroDivisionError):
         timing.measure(lambda i: 1 // 0, 2)
 
