@@ -61,6 +61,8 @@ CASES = [
     Case(sm_scale=8.0, dtype="bfloat16"),
     Case(lens=(0, 0, 0)),
     Case(lens=()),
+    # More requests than a block has threads.
+    Case(lens=(3, 0, 20) * 30, heads=(2, 1), shares=5),
     *(Case(view=view, lens=(37, 20)) for view in VIEWS if view not in ("plain", "unlike strides")),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dtype}-{case.heads}-{case.head_dim}-{case.view}")
