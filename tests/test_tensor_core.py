@@ -3,7 +3,7 @@
 import io
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -186,48 +186,55 @@ def test_workspace_is_used_again(xp):
         assert_same_bits(run(xp, case, args, workspace), run(xp, case, args))
 
 
-# 128 tiles of one warp, 64 a share: blocks look at each other's progress. In one word: both shares of one column of blocks.
+# 128 tiles of one warp, 64 a share: blocks look at each other's progress.
 PACED = Case(lens=(2000, 37), head_dim=128, shares=2, config=Config(warps=1))
 
 
-def paced_run(xp, patches=(), words=0):
-    """(out, lse), and the words that columns count in, which held `words`."""
-    workspace = Workspace.of(xp, grid_of(PACED))
+def paced_run(xp, case, patches=(), words=0):
+    """(out, lse), and what is left where blocks count, which held `words`."""
+    workspace = Workspace.of(xp, grid_of(case))
     workspace.progress[...] = words
     with jit.settings(patches=patches):
-        results = run(xp, PACED, PACED.inputs(), workspace)
-    return results, to_numpy(workspace.progress)[:, 0]
+        results = run(xp, case, case.inputs(), workspace)
+    return results, to_numpy(workspace.progress)
 
 
 def test_pacing_changes_no_bits(xp):
-    want, _ = paced_run(xp, [("balanced.cu", "#define PACED (", "#define PACED 0 && (")])
+    want, _ = paced_run(xp, PACED, [("balanced.cu", "#define PACED (", "#define PACED 0 && (")])
     for words in (0, 7, 2**31, 2**32 - 1):
-        got, _ = paced_run(xp, words=words)
+        got, _ = paced_run(xp, PACED, words=words)
         assert_same_bits(got, want)
 
 
-def test_blocks_count_their_rows():
-    # Of the two columns; there are no others.
-    _, words = paced_run(np, words=7)
-    np.testing.assert_array_equal(words, [128, 128, *[7] * 6])
-    # A tile less in a share than is paced: nobody counts.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_core, "PACED_ROWS", 65)
-        _, words = paced_run(np, words=7)
-    np.testing.assert_array_equal(words, [7] * 8)
+@pytest.mark.parametrize(("columns", "rows"), [(2, [128, 128, *[7] * 6]), (10, [256, 256, *[128] * 6])])
+def test_blocks_count_their_rows(monkeypatch, columns, rows):
+    case = replace(PACED, heads=(columns, columns))
+    for least, counted in ((64, rows), (65, [7] * 8)):
+        monkeypatch.setattr(tensor_core, "PACED_ROWS", least)
+        _, progress = paced_run(np, case, words=7)
+        np.testing.assert_array_equal(progress[:, 0], counted)
+        assert (progress[:, 1:] == 7).all()
 
 
-def test_blocks_that_are_ahead_hold_back():
-    # On the CPU one block runs after the other. The first of a column sees k rows of 2 blocks when it has k itself, so it takes
-    # itself for 2 (k - 1) - k of 4 times 2 rows ahead: it holds back after rows 3 to 10. The second one is behind all the way.
-    end = "    // Requests without tokens are in nobody's share.\n"
-    counting = [
-        ("pace.cuh", "struct Pace {", "static unsigned held_back;\nstruct Pace {"),
-        ("pace.cuh", "__nanosleep(HOLD_BACK_NANOSECONDS)", "held_back += threadIdx.x == 0"),
-        ("balanced.cu", end, "    progress[7 * PACED_STRIDE] = held_back;\n" + end),
-    ]
-    _, words = paced_run(np, counting)
-    assert words[7] == 2 * 8
+# On the CPU one block runs after the other. With n blocks to a word, one that has k rows, where others have counted c, takes
+# itself for n (k - 1) - (c + k) of n rows ahead, and holds back while that is more than 0 and at most 4 n. With n = 2 the first
+# block does so after rows 3 to 10, the other, with c = 64, never; with n = 4 after 2 to 6, 23 to 28 where c = 64, 45 to 49 where
+# it is 128.
+TWO, FOUR = sum(range(3, 11)), sum(range(2, 7)) + sum(range(23, 29)) + sum(range(45, 50))
+# Instead they add up, beside the word, after which rows they would.
+HOLD = ("pace.cuh", "__nanosleep(HOLD_BACK_NANOSECONDS)", "threadIdx.x == 0 ? word[1] += rows : 0")
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(2, [TWO, TWO, *[0] * 6]), (10, [FOUR, FOUR, *[TWO] * 6])])
+def test_blocks_that_are_ahead_hold_back(columns, rows):
+    _, progress = paced_run(np, replace(PACED, heads=(columns, columns)), [HOLD])
+    np.testing.assert_array_equal(progress[:, 1], rows)
+
+
+def test_blocks_that_see_nothing_do_not_hold_back():
+    never = ("pace.cuh", "copy_async_16(const_cast<unsigned*>(seen), word)", "(void)0")
+    _, progress = paced_run(np, PACED, [HOLD, never])
+    assert (progress[:, 1] == 0).all()
 
 
 def test_progress_is_as_the_kernel_has_it():
