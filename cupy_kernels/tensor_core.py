@@ -20,8 +20,9 @@ TILE = 16
 N_TILE = 8  # query heads of one MMA
 # A word of a mailbox that was not written to: of kernels/balanced.cu.
 NOT_THERE = 0xFFFFFFFF
-# Shares of so many tiles a warp are paced (kernels/pace.cuh); PACED_WORDS and PACED_STRIDE.
+# Tiles of each warp in a share, from which on it is paced: see kernels/pace.cuh.
 PACED_ROWS = 60
+# Of the words that blocks count in: PACED_WORDS and PACED_STRIDE there.
 PROGRESS_SHAPE = (8, 32)
 # Counts of units are int32 on the device; shares round up.
 MAX_UNITS = 2**30

@@ -35,9 +35,13 @@ class FakeKernel:
 
 @pytest.fixture
 def fake_cupy(monkeypatch):
-    """Streams that run at once, graphs that count their launches, events that are 400 us apart, and `drift` ms each."""
+    """Streams that run at once, graphs that count their launches, events that are 400 us apart, and `drift` ms each.
+
+    Rests take no time, and are noted with the launches before them.
+    """
     cupy, ticks = types.ModuleType("cupy"), itertools.count()
-    cupy.launches, cupy.drift = [], 0.0
+    cupy.launches, cupy.rests, cupy.drift = [], [], 0.0
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: cupy.rests.append((seconds, len(cupy.launches))))
 
     class Stream:
         def __init__(self, non_blocking=False):
@@ -217,6 +221,7 @@ def test_measure(fake_cupy):
     # Twice eagerly; then 8 turns of 4: 32 calls are more than 1 ms, of 400 us a turn, holds.
     assert calls == [0, 1, 2, 3] * (2 + 8)
     assert len(fake_cupy.launches) == 1 + 1 + 5
+    assert fake_cupy.rests == [(timing.REST_S, 0)]
     assert timed == timing.Timing(12.5, 0.0)
     with pytest.raises(ZeroDivisionError):
         timing.measure(lambda i: 1 // 0, 2)
@@ -306,6 +311,7 @@ def test_decode_end_to_end(fake_cupy, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(accuracy, "OUTPUTS", 2000)
     monkeypatch.delitem(sys.modules, "bench.peers", raising=False)
     monkeypatch.setattr(timing, "HOST_CALLS", 3)
+    monkeypatch.setattr(timing, "LAYERS", 1)
     monkeypatch.setattr("bench.decode.SWEEP_SPLITS", (1, 4))
     status, out, err = run(capsys, "decode", *SIZES, "--accuracy", "--sweep", "--repeats", "3", "--out", str(tmp_path))
     assert status == 0, out + err
@@ -351,8 +357,10 @@ def test_merge_end_to_end(fake_cupy, capsys, tmp_path, monkeypatch):
         merge.check(case, o, lse, np.array([[2.0, 3]]), np.log([2.1]))
 
 
-def test_context(fake_cupy):
+def test_context(fake_cupy, monkeypatch):
     fake_cupy.drift = 1e-3
+    # The calls of a captured graph run on the CPU.
+    monkeypatch.setattr(timing, "LAYERS", 1)
     shorter = [cases.BenchCase(f"1x{n}", (n,), num_q_heads=2, num_kv_heads=1, head_dim=64) for n in (32, 64, 96)]
     context = Bench(Options(xp=np, cold_bytes=COLD, repeats=3, say=lambda text: None)).context(shorter)
     assert [point["tokens"] for point in context["points"]] == [32, 64, 96]

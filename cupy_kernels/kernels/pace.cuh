@@ -5,7 +5,7 @@
 // once a row; a block that is ahead of their average asks for its next row a little later and leaves the memory to the others. It
 // decides nothing but time, no block waits for another, and any number may stand in the word.
 //
-// Constants: PACED, whether a kernel does so; WARPS.
+// Constants: PACED, whether a kernel does so.
 #include "ptx.cuh"
 
 // So many rows ahead of the average, and others have not even begun.
