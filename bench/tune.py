@@ -37,7 +37,7 @@ LARGE_GROUP = {"8x1": Config(8), "4x2": Config(4, 2)}
 SMALL_HEAD = {"8x2": Config(8, 2), "4x4": Config(4, 4), "16x1": Config(16), "8x1": Config(8)}
 
 SCORES = """        float s[N_TILES][4];
-        dots(s, slot, exchange.q, lane);
+        dots(s, slot, q, lane);
         if (first + TILE > tokens.end) hide_rows(s, tokens.end - 1 - first, lane);
         unsigned p[N_TILES][P_PARTS][2];
         weigh(p, state, s);

@@ -20,8 +20,8 @@ TILE = 16
 N_TILE = 8  # query heads of one MMA
 # A word of a mailbox that was not written to: of kernels/balanced.cu.
 NOT_THERE = 0xFFFFFFFF
-# Tiles of each warp in a share, from which on it is paced: see kernels/pace.cuh.
-PACED_ROWS = 60
+# Tiles of each warp in a share, from which on it is paced, by N tiles of a block: see kernels/pace.cuh.
+PACED_ROWS = {1: 60, 2: 30}
 # Of the words that blocks count in: PACED_WORDS and PACED_STRIDE there.
 PROGRESS_SHAPE = (8, 32)
 # Counts of units are int32 on the device; shares round up.
@@ -60,6 +60,11 @@ def chunks(head_dim: int, group_size: int) -> int:
 def chunk_heads(head_dim: int, group_size: int) -> int:
     """Query heads of the largest chunk; all are as even as they can be."""
     return math.ceil(group_size / chunks(head_dim, group_size))
+
+
+def piece_vectors(head_dim: int, block_heads: int) -> int:
+    """Vectors of 4 columns in what blocks hand to each other at a time: PIECE_VECTORS of kernels/pieces.cuh."""
+    return 2 if block_heads > N_TILE or head_dim > 128 else 1
 
 
 def p_parts(dtype: str, out_dtype: str) -> int:
@@ -146,7 +151,7 @@ class Grid:
         # Rows of K, and of V where both are there together, in chunks of 16 bytes: padded to 4 modulo 8, and by 1.
         slot = 16 * TILE * ((chunks_16 + 3) // 8 * 8 + 4 + (chunks_16 + 1 if self.head_dim <= 128 else 0))
         areas = warps * max(slot, 16 * heads * (self.head_dim // 4 + 1))
-        q = 2 * N_TILE * math.ceil(heads / N_TILE) * ((self.head_dim + 31) // 64 * 64 + 32)
+        q = 2 * 2 * N_TILE * math.ceil(heads / N_TILE) * ((self.head_dim + 31) // 64 * 64 + 32)
         return areas + q + 8 * warps * heads
 
 
@@ -169,14 +174,15 @@ class Workspace:
     """
 
     o_pieces: Any  # [shares, columns, block_heads, head_dim] float32
-    sum_pieces: Any  # [shares, columns, block_heads, head_dim / 4, 2] float32
+    sum_pieces: Any  # [shares, columns, block_heads, head_dim / 4 / piece_vectors(), 2] float32
     progress: Any  # PROGRESS_SHAPE uint32, whatever it holds
 
     @classmethod
     def of(cls, xp: ModuleType, grid: Grid) -> Workspace:
         """A new one, on the current device."""
         rows = (grid.shares, grid.columns, grid.block_heads)
-        shapes = (*rows, grid.head_dim), (*rows, grid.head_dim // 4, 2)
+        pieces = grid.head_dim // 4 // piece_vectors(grid.head_dim, grid.block_heads)
+        shapes = (*rows, grid.head_dim), (*rows, pieces, 2)
         o_pieces, sum_pieces = (xp.full(shape, NOT_THERE, np.uint32).view(np.float32) for shape in shapes)
         return cls(o_pieces, sum_pieces, xp.zeros(PROGRESS_SHAPE, np.uint32))
 
@@ -204,7 +210,8 @@ def bind_balanced(problem: DecodeProblem, out: Any, lse: Any, grid: Grid, worksp
         o_pieces=workspace.o_pieces, sum_pieces=workspace.sum_pieces, progress=workspace.progress, batch_size=p.batch_size,
         chunk_heads=chunk_heads(p.head_dim, p.group_size), page_divider=divider(p.page_size), unit_divider=divider(unit),
         share_divider=divider(grid.shares), unit_tokens=unit, pool_pages=int(p.k_cache.shape[0]),
-        min_units=units(grid.config.min_tiles), paced_units=units(PACED_ROWS), scale_log2=nonzero(p.scale_log2),
+        min_units=units(grid.config.min_tiles), paced_units=units(PACED_ROWS[values["N_TILES"]]),
+        scale_log2=nonzero(p.scale_log2),
     )  # fmt: skip
 
 

@@ -41,9 +41,11 @@ def test_equal_shares_by_hand():
 def test_exponentials_and_roundings_of_a_merge_by_hand():
     a = Arithmetic(share_ways=(2,))
     assert a.merging(1, 1) == (0, 0)
-    assert a.merging(8, 1) == (2, 9)
+    # 8 warps at once, 16 in four batches.
+    assert a.merging(8, 1) == (1, 8)
+    assert a.merging(16, 1) == (4, 19)
     # 20 shares by 2 threads: 10 each in three batches, then their two sums.
-    assert a.merging(8, 20) == (2 + 1 + 2 + 1, 9 + 10 + 2 + 2)
+    assert a.merging(8, 20) == (1 + 1 + 2 + 1, 8 + 10 + 2 + 2)
 
 
 MERGE = {"merge_ways": WARPS, "merge_batch": BATCH}

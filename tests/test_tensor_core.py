@@ -210,7 +210,7 @@ def test_pacing_changes_no_bits(xp):
 def test_blocks_count_their_rows(monkeypatch, columns, rows):
     case = replace(PACED, heads=(columns, columns))
     for least, counted in ((64, rows), (65, [7] * 8)):
-        monkeypatch.setattr(tensor_core, "PACED_ROWS", least)
+        monkeypatch.setitem(tensor_core.PACED_ROWS, 1, least)
         _, progress = paced_run(np, case, words=7)
         np.testing.assert_array_equal(progress[:, 0], counted)
         assert (progress[:, 1:] == 7).all()
@@ -232,7 +232,7 @@ def test_blocks_that_are_ahead_hold_back(columns, rows):
 
 
 def test_blocks_that_see_nothing_do_not_hold_back():
-    never = ("pace.cuh", "copy_async_16(const_cast<unsigned*>(seen), word)", "(void)0")
+    never = ("pace.cuh", "copy_async_16_if(counts, const_cast<unsigned*>(seen), word)", "(void)0")
     _, progress = paced_run(np, PACED, [HOLD, never])
     assert (progress[:, 1] == 0).all()
 
@@ -241,6 +241,53 @@ def test_progress_is_as_the_kernel_has_it():
     text = jit.read_source("pace.cuh")
     shape = (int(re.search(rf"#define {name} (\d+)", text)[1]) for name in ("PACED_WORDS", "PACED_STRIDE"))
     assert tensor_core.PROGRESS_SHAPE == tuple(shape)
+
+
+# On the CPU a copy into shared memory arrives when it is waited for.
+TAKE_FIRST = "        if (request >= 0) take_q<THREADS>(exchange.q, q_of(request));\n"
+TAKE_NEXT = "        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), q_of(next.request));\n"
+ASK_NEXT = "ask_for_q<32>(exchange.q_of_turn(%s)"
+Q_FAULTS = {
+    "the first one not waited for": ("balanced.cu", TAKE_FIRST, ""),
+    "the next one not waited for": ("balanced.cu", TAKE_NEXT, ""),
+    "not committed": ("stream.cuh", "    commit_copies();\n", ""),
+    "the next one over the one in use": ("balanced.cu", ASK_NEXT % "turn ^ 1", ASK_NEXT % "turn"),
+    "a negative scale forgotten": ("stream.cuh", "heads.scale_log2 >= 0.f) return", "true) return"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", Q_FAULTS)
+def test_q_of_the_next_request_comes_in_time(fault):
+    # All in one share, so that each block goes from request to request.
+    case = Case(lens=(37, 20, 100), shares=1, sm_scale=-0.3)
+    args = case.inputs()
+    want = run(np, case, args)
+    with jit.settings(patches=(Q_FAULTS[fault],)):
+        got = run(np, case, args)
+    # What is wrong with the first one is wrong with its request, what is wrong with the next ones with the others.
+    differ = [got[0][i].tobytes() != want[0][i].tobytes() for i in range(3)]
+    assert differ[0] == ("next" not in fault)
+    assert differ[1:] == [fault != "the first one not waited for"] * 2
+
+
+def pieces_text(head_dim, n_tiles):
+    constants = {"OUT": "float", "HEAD_DIM": head_dim, "N_TILES": n_tiles, "THREADS": 32}
+    defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    return defines + jit.read_source("pieces.cuh", for_cpu=True)
+
+
+@pytest.mark.parametrize("head_dim", tensor_core.HEAD_DIMS)
+@pytest.mark.parametrize("heads", [1, 8, 9, 16])
+def test_pieces_hold_all_columns(head_dim, heads):
+    heads = min(heads, tensor_core.max_chunk_heads(head_dim))
+    text = pieces_text(head_dim, math.ceil(heads / 8))
+    text += 'extern "C" __global__ void sizes(int* to) { to[0] = COLUMNS, to[1] = PIECE_VECTORS; }'
+    sizes = np.zeros(2, np.int32)
+    assert launch(text, "sizes", 1, sizes) == 0
+    assert sizes[1] == tensor_core.piece_vectors(head_dim, heads)
+    assert 4 * sizes[0] * sizes[1] == head_dim
+    # One piece a thread of 8 warps.
+    assert heads * sizes[0] <= 256
 
 
 def test_nan_of_any_payload_ends(xp):
@@ -256,7 +303,7 @@ def test_nan_of_any_payload_ends(xp):
 def test_a_piece_of_nothing_but_ones_is_no_empty_mailbox():
     # All ones is what an empty mailbox holds: a block would wait for ever. Arithmetic gives other NaN, so it is planted.
     state = "block_state(exchange, scale, head, heads, c)"
-    ones = "Piece{0.f, 1.f, make_float4(1.f, __uint_as_float(NOT_THERE), 2.f, 3.f)}"
+    ones = "Piece{0.f, 1.f, {make_float4(1.f, __uint_as_float(NOT_THERE), 2.f, 3.f)}}"
     case = Case(lens=(100,), shares=4)
     with jit.settings(patches=(("balanced.cu", state, ones),)):
         out, _ = run(np, case, case.inputs())
@@ -369,7 +416,7 @@ def test_lengths_that_are_not_kept_may_shrink_during_a_look():
 
 
 def test_quotients():
-    text = "#define OUT float\n#define THREADS 32\n" + jit.read_source("pieces.cuh", for_cpu=True)
+    text = pieces_text(64, 1)
     text += """extern "C" __global__ void divide(const float* x, const float* l, float* q, const int* n) {
         for (int i = threadIdx.x; i < *n; i += THREADS) q[i] = quotient(x[i], l[i], 1.f / l[i]);
     }"""

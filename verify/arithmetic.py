@@ -143,8 +143,8 @@ class Arithmetic:
 
     def merging(self, states: int, shares: int) -> tuple[int, int]:
         """Exponentials in the weight of one running state, and roundings of its sums, until all of `shares * states` are one."""
-        # The states of a share in batches of 4, added by one fma each; each later batch may rescale.
-        rescales = math.ceil(states / 4) - 1
+        # The states of a share at once, or more than 8 in batches of 4, added by one fma each; each later batch may rescale.
+        rescales = math.ceil(states / 4) - 1 if states > 8 else 0
         levels, roundings = (1 + rescales, states + rescales) if states > 1 else (0, 0)
         if shares == 1:
             return levels, roundings

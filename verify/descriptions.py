@@ -83,11 +83,12 @@ def _first_stored(case: Case) -> str:
 
 
 def _share_ways(case: Case, configs: list[tensor_core.Config]) -> tuple[int, ...]:
-    """merge_followers(): lanes for each four columns of a head, for a full chunk of heads and for the last."""
+    """merge_followers(): lanes for each piece of a head, for a full chunk of heads and for the last."""
     full = tensor_core.chunk_heads(case.head_dim, case.group_size)
     last = case.group_size - full * (tensor_core.chunks(case.head_dim, case.group_size) - 1)
     # Deal: a warp's part of the items, and the power of two of lanes that holds it.
-    each = {-(-heads * case.head_dim // 4 // config.warps) for heads in (full, last) for config in configs}
+    columns = 4 * tensor_core.piece_vectors(case.head_dim, full)
+    each = {-(-heads * case.head_dim // columns // config.warps) for heads in (full, last) for config in configs}
     return tuple(sorted({32 // min(32, 1 << (n - 1).bit_length()) for n in each}))
 
 

@@ -75,9 +75,18 @@ inline unsigned transpose_8x8(unsigned x) {
 
 template <class T> inline void store_relaxed(T* address, T x) { *address = x; }
 template <class T> inline T load_relaxed(const T* address) { return *address; }
-inline void add_relaxed(unsigned* address, unsigned x) { *address += x; }
-inline void copy_async_16(void* to_shared, const void* from) { memcpy(to_shared, from, 16); }
-inline void wait_for_copies() {}
+inline void add_relaxed_if(bool wanted, unsigned* address, unsigned x) {
+    if (wanted) *address += x;
+}
+// A copy comes when it is waited for and not before, except where any time will do: then at once.
+inline void copy_async_16(void* to_shared, const void* from) { cuda::ask_for_copy(to_shared, from); }
+inline void copy_async_16_if(bool wanted, void* to_shared, const void* from) {
+    if (wanted) memcpy(to_shared, from, 16);
+}
+inline void commit_copies() { cuda::self().committed = cuda::self().asked; }
+inline void wait_for_committed_copies() { cuda::finish_copies(cuda::self().committed); }
+inline void wait_for_copies() { cuda::finish_copies(cuda::self().asked); }
+inline float computed_here(float x) { return x; }
 inline void look_again() { cuda::wait_forever(); }
 inline void wait_for_previous_launch() {}
 inline void prefetch(const void*, int) {}

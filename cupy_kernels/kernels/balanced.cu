@@ -18,7 +18,7 @@
 // Constants: KV (q, K, V), OUT (o), HEAD_DIM, N_TILES, P_PARTS, WHOLE_TILES, WARPS, BLOCKS_PER_SM.
 
 // Where there are registers for it, and it was seen to help.
-#define PACED (HEAD_DIM == 128 && N_TILES == 1)
+#define PACED (HEAD_DIM == 128)
 #include "stream.cuh"
 #include "cut.cuh"
 
@@ -29,17 +29,23 @@
 __device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != NOT_THERE; }
 struct IsThere {
     __device__ bool operator()(const Piece& x) const {
-        return is_there(x.m) && is_there(x.l) && is_there(x.acc.x) && is_there(x.acc.y) && is_there(x.acc.z) && is_there(x.acc.w);
+        bool all = is_there(x.m) && is_there(x.l);
+        #pragma unroll
+        for (const float4& acc : x.acc) all = all && is_there(acc.x) && is_there(acc.y) && is_there(acc.z) && is_there(acc.w);
+        return all;
     }
 };
 __device__ __forceinline__ Piece without_not_there(const Piece& x) {
     const auto other = [](float word) { return is_there(word) ? word : __uint_as_float(NOT_THERE >> 1); };
-    return {other(x.m), other(x.l), make_float4(other(x.acc.x), other(x.acc.y), other(x.acc.z), other(x.acc.w))};
+    Piece piece = {other(x.m), other(x.l)};
+    #pragma unroll
+    for (int v = 0; v < PIECE_VECTORS; v++) piece.acc[v] = map(x.acc[v], other);
+    return piece;
 }
 
-// The pieces of all shares for one column of blocks. An item is four columns of one head.
+// The pieces of all shares for one column of blocks. An item is what one piece is of.
 struct Mailboxes {
-    float4* rows;  // [shares, columns, items]: the undivided o
+    float4* rows;  // [shares, columns, items, PIECE_VECTORS]: the undivided o
     float2* sums;  // [shares, columns, items]: m, l
     int columns, column, items;
 
@@ -48,55 +54,71 @@ struct Mailboxes {
         const Piece piece = without_not_there(any);
         const long long i = at(share, item);
         store_relaxed(sums + i, make_float2(piece.m, piece.l));
-        store_relaxed(rows + i, piece.acc);
+        #pragma unroll
+        for (int v = 0; v < PIECE_VECTORS; v++) store_relaxed(rows + i * PIECE_VECTORS + v, piece.acc[v]);
     }
     __device__ Piece read(int share, int item) const {
         const long long i = at(share, item);
         const float2 sum = load_relaxed(sums + i);
-        return {sum.x, sum.y, load_relaxed(rows + i)};
+        Piece piece = {sum.x, sum.y};
+        #pragma unroll
+        for (int v = 0; v < PIECE_VECTORS; v++) piece.acc[v] = load_relaxed(rows + i * PIECE_VECTORS + v);
+        return piece;
     }
-    __device__ void empty(int share, int item) const {
+    // Those of shares begin, begin + step, ... before end.
+    __device__ void empty(int begin, int end, int step, int item) const {
         const float x = __uint_as_float(NOT_THERE);
-        const long long i = at(share, item);
-        store_relaxed(sums + i, make_float2(x, x));
-        store_relaxed(rows + i, make_float4(x, x, x, x));
+        float2* sum = sums + at(begin, item);
+        float4* row = rows + at(begin, item) * PIECE_VECTORS;
+        const long long stride = (long long)step * columns * items;
+        #pragma unroll 4
+        for (int share = begin; share < end; share += step, sum += stride, row += stride * PIECE_VECTORS) {
+            store_relaxed(sum, make_float2(x, x));
+            #pragma unroll
+            for (int v = 0; v < PIECE_VECTORS; v++) store_relaxed(row + v, make_float4(x, x, x, x));
+        }
     }
 };
 
-// The items of a block as they are dealt out to its warps.
+// The items of a block as they are dealt out to its warps, and those of a warp to its lanes. Of lanes that are `width` apart, sharers,
+// one has an item, and the others help it with what it has to merge.
 struct Deal {
-    int first, count, width;  // items of this warp; lanes that take one each, a power of two
+    int first, count, log_width;  // items of this warp; lanes that take one each, a power of two
 
     __device__ explicit Deal(int items) {
         const int each = (items + WARPS - 1) / WARPS, warp = threadIdx.x / 32;
-        first = warp * each, count = max(0, min(each, items - first));
-        for (width = 1; width < each && width < 32;) width *= 2;
+        first = warp * each, count = max(0, min(each, items - first)), log_width = min(5, 32 - __clz(each - 1));
     }
+    __device__ int width() const { return 1 << log_width; }
+    __device__ int place() const { return lane_index() & (width() - 1); }
+    __device__ int sharer() const { return lane_index() >> log_width; }
+    __device__ int sharers() const { return 32 >> log_width; }
 };
 
-// What is left of a warp's part of a request once its own block has `own` of it: the pieces of `followers` shares after this one. Of
-// lanes that are deal.width apart one has an item, and the others share its pieces: 0 is its own, p that of share + p.
+// What is left of a warp's part of a request once its own block has `own` of it: the pieces of `followers` shares after this one. The
+// sharers of an item share its pieces: 0 is its own, p that of share + p.
 __device__ __forceinline__ Piece merge_followers(
     const Mailboxes& mailboxes, const Piece& mine, int share, int followers, bool has_item, int item, const Deal& deal,
     float scale) {
     const Piece own = without_not_there(mine);
-    const int sharer = lane_index() / deal.width, sharers = 32 / deal.width, pieces = has_item ? followers + 1 : 0;
+    const int sharers = deal.sharers(), pieces = has_item ? followers + 1 : 0;
     const auto read = [&](int p) { return p == 0 ? own : mailboxes.read(share + p, item); };
     // The same bits either way, but every piece that might be there costs time.
-    Piece piece = followers < 2 * sharers ? merge_pieces<2>(scale, sharer, pieces, sharers, read, IsThere())
-                                          : merge_pieces<MERGE_BATCH>(scale, sharer, pieces, sharers, read, IsThere());
+    Piece piece = followers < 2 * sharers ? merge_pieces<2>(scale, deal.sharer(), pieces, sharers, read, IsThere())
+                                          : merge_pieces<MERGE_BATCH>(scale, deal.sharer(), pieces, sharers, read, IsThere());
     #pragma unroll 1
-    for (int step = deal.width; step < 32; step *= 2) {
+    for (int step = deal.width(); step < 32; step *= 2) {
         const auto from_other = [&](float x) { return __shfl_xor_sync(0xffffffffu, x, step); };
         const float m = from_other(piece.m), l = from_other(piece.l);
-        const float x = from_other(piece.acc.x), y = from_other(piece.acc.y);
-        const float z = from_other(piece.acc.z), w = from_other(piece.acc.w);
-        const Piece other = {m, l, make_float4(x, y, z, w)};
+        Piece other = {m, l};
+        #pragma unroll
+        for (int v = 0; v < PIECE_VECTORS; v++) {
+            const float x = from_other(piece.acc[v].x), y = from_other(piece.acc[v].y);
+            const float z = from_other(piece.acc[v].z), w = from_other(piece.acc[v].w);
+            other.acc[v] = make_float4(x, y, z, w);
+        }
         piece = merge_pieces<2>(scale, 0, 2, 1, [&](int j) { return j == 0 ? piece : other; });
     }
-    #pragma unroll 1
-    for (int p = sharer; p < pieces; p += sharers)
-        if (p > 0) mailboxes.empty(share + p, item);
     return piece;
 }
 
@@ -168,7 +190,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     __shared__ Share left, ahead[WARPS];
     __shared__ Part parts[2];
     __shared__ int kept[KEPT + THREADS];
+    __shared__ uint4 progress_seen;
     const Exchange exchange = exchange_at(shared, chunk_heads);
+    // The warp that has the fewest tiles, as each request begins with the first one.
+    const bool looks_ahead = threadIdx.x / 32 == WARPS - 1;
     const auto q_of = [&](int request) -> Heads {
         return {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads, scale_log2};
     };
@@ -177,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
                 lse + request * lse_batch_stride + first_head * lse_head_stride, o_head_stride, lse_head_stride, natural != 0};
     };
 
+    if (PACED && threadIdx.x == 0) progress_seen.x = 1u << 30;
     const Batch batch = {
         kept, context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens, Divider(unit_divider)};
     Feed<Spans> feed = {
@@ -202,51 +228,52 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
         const int seen = length, page = feed.place.page = inside_pool(feed.place.page, pool_pages);
         length = batch.read(threadIdx.x);
         const Place place = feed.place_now();
-        QPart q_part = {};
-        if (request >= 0) q_part = load_q(q_of(request));
-        store_q(exchange.q, q_part);
+        if (request >= 0) ask_for_q<THREADS>(exchange.q, q_of(request));
         const bool same = kept_all && length == seen && inside_pool(place.page, pool_pages) == page;
         feed.load_first();
+        if (request >= 0) take_q<THREADS>(exchange.q, q_of(request));
         current = __syncthreads_and(same && batch.others_are_kept());
     }
-    Pace pace = {};
+    Pace pace = {progress, &progress_seen.x};
     if (PACED && left.per_share >= paced_units) {
-        __shared__ uint4 seen;
-        const int paced_word = column % PACED_WORDS, columns_of_word = (columns - 1 - paced_word) / PACED_WORDS + 1;
         // Shares that are not empty: of blocks before this one all, and as many from here on as hold what ends with this one.
         const int shares = blockIdx.z + (left.end + left.per_share - 1) / left.per_share;
-        pace = {progress + paced_word * PACED_STRIDE, &seen.x, shares * columns_of_word};
-        // Far more than rows can be: nobody is ahead before the first look has come.
-        if (threadIdx.x == 0) seen.x = 1u << 30;
-        // The first blocks of all. Rows that others have counted already are lost, one or none.
-        if (threadIdx.x == 0 && blockIdx.z == 0 && column < PACED_WORDS) store_relaxed(pace.word, 0u);
+        pace = Pace::begin(progress, &progress_seen.x, column, columns, shares, blockIdx.z == 0);
     }
     if (threadIdx.x == 0) parts[0] = next_part(left, batch);
     __syncthreads();
     for (int turn = 0; parts[turn].request >= 0; turn ^= 1) {
-        if (threadIdx.x == 0) parts[turn ^ 1] = next_part(left, batch);
-        attend(feed, parts[turn].tokens, scale, heads, exchange, pace);
+        const Part &part = parts[turn], &next = parts[turn ^ 1];
+        if (looks_ahead) {
+            if (lane_index() == 0) parts[turn ^ 1] = next_part(left, batch);
+            __syncwarp();
+            // Long before it is needed: when the next K and V are under way, it would come after them.
+            if (next.request >= 0) ask_for_q<32>(exchange.q_of_turn(turn ^ 1), q_of(next.request));
+        }
+        attend(feed, part.tokens, exchange.q_of_turn(turn), scale, heads, exchange, pace);
         __syncthreads();
-        QPart q_part = {};
-        if (parts[turn ^ 1].request >= 0) q_part = load_q(q_of(parts[turn ^ 1].request));
 
-        const Part& part = parts[turn];
         const Mailboxes mailboxes = {
             reinterpret_cast<float4*>(o_pieces), reinterpret_cast<float2*>(sum_pieces), columns, column, chunk_heads * COLUMNS};
         const Deal deal(items);
-        const int place = lane_index() % deal.width;
+        const int place = deal.place();
         #pragma unroll 1
-        for (int i = place; i - place < deal.count; i += deal.width) {
+        for (int i = place; i - place < deal.count; i += deal.width()) {
             const int item = deal.first + i, head = item / COLUMNS, c = item % COLUMNS;
-            const bool has_item = i < deal.count, writes = has_item && lane_index() < deal.width;
+            const bool has_item = i < deal.count, writes = has_item && deal.sharer() == 0;
             const bool begins_here = part.tokens.begin == 0, merges = begins_here && part.followers > 0;
-            Piece piece = EMPTY_PIECE;
+            Piece piece;
             if (writes) piece = block_state(exchange, scale, head, heads, c);
             if (merges) piece = merge_followers(mailboxes, piece, left.index, part.followers, has_item, item, deal, scale);
             if (writes && begins_here) output(part.request).write(piece, scale, head, c);
             if (writes && !begins_here) mailboxes.put(left.index, item, piece);
+            // Last, as nobody waits for it.
+            if (merges && has_item) {
+                const int first_share = left.index + (deal.sharer() > 0 ? deal.sharer() : deal.sharers());
+                mailboxes.empty(first_share, left.index + part.followers + 1, deal.sharers(), item);
+            }
         }
-        store_q(exchange.q, q_part);
+        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), q_of(next.request));
         __syncthreads();
     }
     pace.finish();
@@ -255,5 +282,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     for (int request = blockIdx.z; request < batch_size; request += gridDim.z)
         #pragma unroll 1
         for (int i = threadIdx.x; i < items && batch.length(request) == 0; i += THREADS)
-            output(request).write(EMPTY_PIECE, scale, i / COLUMNS, i % COLUMNS);
+            output(request).write({}, scale, i / COLUMNS, i % COLUMNS);
 }

@@ -31,10 +31,7 @@ struct Batch {
         if (request >= KEPT) *(place = kept + KEPT + threadIdx.x) = read(request);
         return covered_length(*place, max_pages, page_size);
     }
-    __device__ int units(int request) const {
-        const int tokens = length(request);
-        return tokens > 0 ? by_unit.quotient(tokens - 1) + 1 : 0;
-    }
+    __device__ int units_of(int tokens) const { return tokens > 0 ? by_unit.quotient(tokens - 1) + 1 : 0; }
 };
 
 // Units [begin, end) of all requests end to end; `row_begin` of them lie before `request`, in which `begin` lies.
@@ -47,13 +44,14 @@ struct Part { int request; Range tokens; int followers; };
 __device__ __forceinline__ Part next_part(Share& left, const Batch& batch) {
     // Lengths that are not kept may have changed since the cut, as long as the launch in front writes them.
     while (left.begin < left.end && left.request < batch.size) {
-        const int request = left.request++, row_begin = left.row_begin, row_end = row_begin + batch.units(request);
+        const int request = left.request++, tokens = batch.length(request);
+        const int row_begin = left.row_begin, row_end = row_begin + batch.units_of(tokens);
         const int skipped = left.begin - row_begin, unit = batch.unit_tokens;
         left.begin = left.row_begin = row_end;
         const long long last = (long long)(left.end - row_begin) * unit;
         if (row_begin + skipped < row_end) {
             const int followers = row_end > left.end ? (row_end - left.end + left.per_share - 1) / left.per_share : 0;
-            return {request, {skipped * unit, (int)min((long long)batch.length(request), last)}, followers};
+            return {request, {skipped * unit, (int)min((long long)tokens, last)}, followers};
         }
     }
     return {-1, {0, 0}, 0};
@@ -69,7 +67,7 @@ __device__ void cut_batch(Share& share, const Batch& batch, int turn, int shares
     const int first = min((int)threadIdx.x * run, batch.size), last = min(first + run, batch.size);
     int mine = 0;
     #pragma unroll 1
-    for (int i = first; i < last; i++) mine += batch.units(i);
+    for (int i = first; i < last; i++) mine += batch.units_of(batch.length(i));
     int before = mine;
     for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, before, step);
@@ -89,7 +87,7 @@ __device__ void cut_batch(Share& share, const Batch& batch, int turn, int shares
     if (begin >= before && begin < before + mine) {
         int request = first;
         #pragma unroll 1
-        for (int units; request + 1 < last && begin >= before + (units = batch.units(request)); request++) before += units;
+        for (int units; request + 1 < last && begin >= before + (units = batch.units_of(batch.length(request))); request++) before += units;
         share.request = request, share.row_begin = before;
     }
     __syncthreads();

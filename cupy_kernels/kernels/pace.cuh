@@ -16,11 +16,21 @@
 #define PACED_STRIDE 32
 
 struct Pace {
-    unsigned* word;           // null: not paced
+    unsigned* word;
     volatile unsigned* seen;  // the word as it was a row ago: 16 bytes of shared memory
-    int blocks;               // that count in the word and have rows
+    int blocks;               // that count in the word and have rows; 0: not paced
+    bool counts;              // the block's rows, this thread
     int rows;
     bool ahead;
+
+    // Before any row: `shares` of the batch have rows. The blocks of the first one begin to count anew; rows that others have counted
+    // already are lost, one or none. What is in `seen` is to be 1 << 30, far more than rows can be: nobody is ahead before a look came.
+    static __device__ Pace begin(unsigned* progress, unsigned* seen, int column, int columns, int shares, bool first) {
+        const int index = column % PACED_WORDS, columns_of_word = (columns - 1 - index) / PACED_WORDS + 1;
+        unsigned* word = progress + index * PACED_STRIDE;
+        if (first && column < PACED_WORDS && threadIdx.x == 0) store_relaxed(word, 0u);
+        return {word, seen, shares * columns_of_word, threadIdx.x == 0};
+    }
 
     // Before the next row is asked for.
     __device__ void hold_back() const {
@@ -28,21 +38,20 @@ struct Pace {
     }
     // When it is under way.
     __device__ void count_row() {
-        if (!PACED || word == nullptr) return;
+        if (!PACED) return;
         rows++;
-        if (threadIdx.x > 0) return;
-        add_relaxed(word, 1);
+        add_relaxed_if(counts, word, 1);
         // Not waited for: any look that has come by then is good enough.
-        copy_async_16(const_cast<unsigned*>(seen), word);
+        copy_async_16_if(counts, const_cast<unsigned*>(seen), word);
     }
     // The look that has come was made a row ago.
     __device__ void compare() {
-        if (!PACED || word == nullptr) return;
+        if (!PACED) return;
         const int lead = (int)((rows - 1u) * blocks - *seen);
         ahead = 0 < lead && lead <= PACED_LEAD * blocks;
     }
     // Before the block ends: nothing is to be written to its shared memory any more.
     __device__ void finish() const {
-        if (PACED && word != nullptr) wait_for_copies();
+        if (PACED && counts) wait_for_copies();
     }
 };

@@ -67,13 +67,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
         {{page_table + request * page_table_stride, tokens}, true},
         {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
         {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}, page_size, Divider(page_divider)};
-    const QPart q_part = load_q(q_heads);
+    ask_for_q<THREADS>(exchange.q, q_heads);
     feed.find_first();
     feed.load_first();
-    store_q(exchange.q, q_part);
+    take_q<THREADS>(exchange.q, q_heads);
     __syncthreads();
     Pace pace = {};
-    attend(feed, tokens, scale, heads, exchange, pace);
+    attend(feed, tokens, exchange.q, scale, heads, exchange, pace);
     __syncthreads();
     let_next_launch_begin();
 

@@ -1,13 +1,22 @@
-// What warps and blocks hand to each other: undivided states, and how they become one, and o and lse.
+// Undivided states in pieces, how they become one, and o and lse.
 //
-// Constants: OUT (o). THREADS: of a block.
+// Constants: OUT (o), HEAD_DIM, N_TILES. THREADS: of a block.
 #include "types.cuh"
 #include "ptx.cuh"
 #include "state.cuh"
 
-// An undivided state of one query head, four columns of its accumulator: what warps and blocks hand to each other.
-struct Piece { float m, l; float4 acc; };
-#define EMPTY_PIECE Piece{NEG_INF, 0.f, make_float4(0.f, 0.f, 0.f, 0.f)}
+// Piece c of an undivided state of one query head, 0 <= c < COLUMNS: columns 4 c to 4 c + 3 of its accumulator and, where a block would
+// have more pieces than 8 warps have lanes, four more, 4 COLUMNS further on. What warps and blocks hand to each other.
+#define PIECE_VECTORS (N_TILES > 1 || HEAD_DIM > 128 ? 2 : 1)
+#define COLUMNS (HEAD_DIM / 4 / PIECE_VECTORS)
+struct Piece {
+    float m = NEG_INF, l = 0.f;
+    float4 acc[PIECE_VECTORS] = {};
+};
+
+template <class F> __device__ __forceinline__ float4 map(const float4& x, F f) {
+    return make_float4(f(x.x), f(x.y), f(x.z), f(x.w));
+}
 
 // Pieces that are always there to read.
 struct Present { __device__ bool operator()(const Piece&) const { return true; } };
@@ -17,13 +26,13 @@ struct Present { __device__ bool operator()(const Piece&) const { return true; }
 template <int BATCH, class Read, class There = Present>
 __device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, int step, Read read, There there = {}) {
     Softmax merged = {scale};
-    float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+    Piece result;
     #pragma unroll 1
     for (int first = begin; first < end; first += BATCH * step) {
         Piece pieces[BATCH];
         bool wanted[BATCH];
         #pragma unroll
-        for (int i = 0; i < BATCH; i++) pieces[i] = EMPTY_PIECE, wanted[i] = first + i * step < end;
+        for (int i = 0; i < BATCH; i++) pieces[i] = {}, wanted[i] = first + i * step < end;
         while (true) {
             #pragma unroll
             for (int i = 0; i < BATCH; i++)
@@ -38,19 +47,25 @@ __device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, i
         #pragma unroll
         for (int i = 0; i < BATCH; i++) top = fmaxf(top, pieces[i].m);
         const float alpha = merged.raise(top);
-        acc = make_float4(acc.x * alpha, acc.y * alpha, acc.z * alpha, acc.w * alpha);
+        #pragma unroll
+        for (float4& acc : result.acc) acc = map(acc, [&](float x) { return x * alpha; });
         #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             const float weight = merged.take(pieces[i].m, pieces[i].l);
-            acc.x = fmaf(weight, pieces[i].acc.x, acc.x), acc.y = fmaf(weight, pieces[i].acc.y, acc.y);
-            acc.z = fmaf(weight, pieces[i].acc.z, acc.z), acc.w = fmaf(weight, pieces[i].acc.w, acc.w);
+            #pragma unroll
+            for (int v = 0; v < PIECE_VECTORS; v++) {
+                const float4 x = pieces[i].acc[v], acc = result.acc[v];
+                result.acc[v] = make_float4(
+                    fmaf(weight, x.x, acc.x), fmaf(weight, x.y, acc.y), fmaf(weight, x.z, acc.z), fmaf(weight, x.w, acc.w));
+            }
         }
     }
-    return {merged.m, merged.l, acc};
+    result.m = merged.m, result.l = merged.l;
+    return result;
 }
 
 // Pieces of one column that a thread has under way at once when it merges; registers decide.
-#define MERGE_BATCH (THREADS > 256 ? 4 : 8)
+#define MERGE_BATCH (THREADS > 256 || PIECE_VECTORS > 1 ? 4 : 8)
 
 // x / l, given 1 / l: rounded as a division is, at the cost of a product and a remainder (Markstein 1990). Infinite as x is.
 __device__ __forceinline__ float quotient(float x, float l, float inverse) {
@@ -67,13 +82,17 @@ struct Output {
     long long o_head_stride, lse_head_stride;
     bool natural;
 
-    __device__ void write(const Piece& piece, float scale, int head, int column) const {
+    __device__ void write(const Piece& piece, float scale, int head, int c) const {
         const Softmax state = {scale, piece.m, piece.l};
-        const float inverse = 1.f / piece.l;
-        const float acc[4] = {piece.acc.x, piece.acc.y, piece.acc.z, piece.acc.w};
+        const float inverse = 1.f / piece.l, state_lse = computed_here(state.scaled_lse(natural));
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-            o[head * o_head_stride + 4 * column + i] = from_float<OUT>(state.empty() ? 0.f : quotient(acc[i], piece.l, inverse));
-        if (column == 0) lse[head * lse_head_stride] = state.scaled_lse(natural);
+        for (int v = 0; v < PIECE_VECTORS; v++) {
+            const float4 acc = piece.acc[v];
+            const float x[4] = {acc.x, acc.y, acc.z, acc.w};
+            OUT* to = o + head * o_head_stride + 4 * (c + v * COLUMNS);
+            #pragma unroll
+            for (int i = 0; i < 4; i++) to[i] = from_float<OUT>(state.empty() ? 0.f : quotient(x[i], piece.l, inverse));
+        }
+        if (c == 0) lse[head * lse_head_stride] = state_lse;
     }
 };

@@ -85,15 +85,24 @@ __device__ __forceinline__ float2 load_relaxed(const float2* address) {
 __device__ __forceinline__ void store_relaxed(unsigned* address, unsigned x) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(address), "r"(x) : "memory");
 }
-__device__ __forceinline__ void add_relaxed(unsigned* address, unsigned x) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" :: "l"(address), "r"(x) : "memory");
+// What is called ..._if has a predicate and no branch: ptxas schedules nothing across one.
+__device__ __forceinline__ void add_relaxed_if(bool wanted, unsigned* address, unsigned x) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p red.relaxed.gpu.global.add.u32 [%1], %2; }"
+                 :: "r"((unsigned)wanted), "l"(address), "r"(x) : "memory");
 }
 // 16 bytes, aligned to as many, into shared memory at some later time. It takes no register, and what uses registers does not wait.
+// Committed copies can be waited for without those that come after them.
 __device__ __forceinline__ void copy_async_16(void* to_shared, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
                  :: "r"((unsigned)__cvta_generic_to_shared(to_shared)), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy_async_16_if(bool wanted, void* to_shared, const void* from) {
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p cp.async.cg.shared.global [%1], [%2], 16; }"
+                 :: "r"((unsigned)wanted), "r"((unsigned)__cvta_generic_to_shared(to_shared)), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // For this thread's.
+__device__ __forceinline__ void wait_for_committed_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Nothing else is ordered by it, so that what is computed may move past it.
@@ -125,6 +134,12 @@ __device__ __forceinline__ void let_next_launch_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
+}
+
+// Computed here, beside what else there is to do: a compiler would move it behind the branch where it is used.
+__device__ __forceinline__ float computed_here(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
 }
 
 // Shared memory whose size the launch decides.

@@ -10,7 +10,6 @@
 #define THREADS (32 * WARPS)
 // Tiles that each warp asks for into L2 while the launch in front still runs. More gain nothing: bench/NOTES.md.
 #define TILES_AHEAD 2
-#define COLUMNS (HEAD_DIM / 4)
 static_assert(WARPS <= 32, "a block has at most 1024 threads");
 
 // The query heads of a block in one request.
@@ -21,46 +20,52 @@ struct Heads {
     float scale_log2;
 };
 
-// A thread's part of a block's q, on its way to shared memory. Heads of padding are 0. A negative scale is taken into q, so that
-// the largest product is the largest score.
+// q of a block's heads, on its way to [N_HEADS][Q_STRIDE] in shared memory. Of BY threads, all of the block or a warp, each sees to its
+// own 16 bytes at a time. Heads of padding are 0.
 #define Q_PIECES (HEAD_DIM / 8)
-struct QPart { uint4 words[(N_HEADS * Q_PIECES + THREADS - 1) / THREADS]; };
-__device__ __forceinline__ QPart load_q(const Heads& heads) {
-    const unsigned sign = heads.scale_log2 < 0.f ? 0x80008000u : 0u;
-    QPart part;
+template <int BY, class F> __device__ __forceinline__ void for_each_piece_of_q(F f) {
+    constexpr int PIECES = N_HEADS * Q_PIECES;
     #pragma unroll
-    for (int j = 0; j * THREADS < N_HEADS * Q_PIECES; j++) {
-        const int i = threadIdx.x + j * THREADS, head = i / Q_PIECES, piece = i % Q_PIECES;
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (head < heads.count) x = *reinterpret_cast<const uint4*>(heads.q + head * heads.stride + 8 * piece);
-        part.words[j] = make_uint4(x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign);
+    for (int j = 0; j * BY < PIECES; j++) {
+        const int i = threadIdx.x % BY + j * BY;
+        if (PIECES % BY == 0 || i < PIECES) f(i / Q_PIECES, i % Q_PIECES * 8);
     }
-    return part;
 }
-__device__ __forceinline__ void store_q(KV* q_shared, const QPart& part) {
-    #pragma unroll
-    for (int j = 0; j * THREADS < N_HEADS * Q_PIECES; j++) {
-        const int i = threadIdx.x + j * THREADS, head = i / Q_PIECES, piece = i % Q_PIECES;
-        if (head < N_HEADS) *reinterpret_cast<uint4*>(q_shared + head * Q_STRIDE + 8 * piece) = part.words[j];
-    }
+template <int BY> __device__ __forceinline__ void ask_for_q(KV* q_shared, const Heads& heads) {
+    for_each_piece_of_q<BY>([&](int head, int column) {
+        KV* to = q_shared + head * Q_STRIDE + column;
+        if (head < heads.count) copy_async_16(to, heads.q + head * heads.stride + column);
+        else *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+    });
+    commit_copies();
+}
+// Waits for it; then the block has to meet. A negative scale is taken into q, so that the largest product is the largest score.
+template <int BY> __device__ __forceinline__ void take_q(KV* q_shared, const Heads& heads) {
+    wait_for_committed_copies();
+    if (heads.scale_log2 >= 0.f) return;
+    for_each_piece_of_q<BY>([&](int head, int column) {
+        uint4& x = *reinterpret_cast<uint4*>(q_shared + head * Q_STRIDE + column);
+        x = make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u);
+    });
 }
 
-// Shared memory: an area for each warp, its slot while tiles stream and [heads][COLUMNS + 1] rows when states meet, padded to spread
-// over the banks; the block's q; [WARPS][heads] sums.
+// Shared memory: an area for each warp, its slot while tiles stream and rows of [heads][HEAD_DIM] when states meet, padded by 16 bytes
+// to spread over the banks; q of a request and of the next one; [WARPS][heads] sums.
 struct Exchange {
     char* areas;
     int area_bytes;
-    KV* q;  // [N_HEADS][Q_STRIDE]
+    KV* q;  // [2][N_HEADS][Q_STRIDE]
     float2* sums;
 
     __device__ char* area(int warp) const { return areas + warp * area_bytes; }
-    __device__ float4* row(int warp, int head) const { return reinterpret_cast<float4*>(area(warp)) + head * (COLUMNS + 1); }
+    __device__ float4* row(int warp, int head) const { return reinterpret_cast<float4*>(area(warp)) + head * (HEAD_DIM / 4 + 1); }
+    __device__ KV* q_of_turn(int turn) const { return q + turn * (N_HEADS * Q_STRIDE); }
 };
 __device__ __forceinline__ Exchange exchange_at(float4* shared, int heads) {
-    const int area_bytes = max(SLOT_BYTES, 16 * heads * (COLUMNS + 1));
+    const int area_bytes = max(SLOT_BYTES, 16 * heads * (HEAD_DIM / 4 + 1));
     float4* q = shared + WARPS * area_bytes / 16;
     return {reinterpret_cast<char*>(shared), area_bytes, reinterpret_cast<KV*>(q),
-            reinterpret_cast<float2*>(q + N_HEADS * Q_STRIDE / 8)};
+            reinterpret_cast<float2*>(q + 2 * N_HEADS * Q_STRIDE / 8)};
 }
 
 // Some tokens of one request, and its row of the page table.
@@ -134,7 +139,7 @@ template <class Spans> struct Feed {
 
 template <class Spans>
 __device__ __forceinline__ void stream_tiles(
-    WarpState& state, Feed<Spans>& feed, const Range& tokens, const Exchange& exchange, Pace& pace) {
+    WarpState& state, Feed<Spans>& feed, const Range& tokens, const KV* q, const Exchange& exchange, Pace& pace) {
     const int lane = lane_index();
     char* slot = exchange.area(threadIdx.x / 32);
     #pragma unroll 1
@@ -148,7 +153,7 @@ __device__ __forceinline__ void stream_tiles(
         pace.count_row();
         __syncwarp();
         float s[N_TILES][4];
-        dots(s, slot, exchange.q, lane);
+        dots(s, slot, q, lane);
         if (first + TILE > tokens.end) hide_rows(s, tokens.end - 1 - first, lane);
         unsigned p[N_TILES][P_PARTS][2];
         weigh(p, state, s);
@@ -168,15 +173,25 @@ __device__ __forceinline__ void stream_tiles(
 __device__ __forceinline__ void store_states(const Exchange& exchange, WarpState& state, int heads) {
     const int lane = lane_index(), warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
     constexpr float UNFOLD = 1.f / Format::FOLD;
+    // Of all heads at once, as each sum waits for three exchanges.
+    float sums[N_TILES][2];
+    #pragma unroll
+    for (int n = 0; n < N_TILES; n++)
+        #pragma unroll
+        for (int h = 0; h < 2; h++) sums[n][h] = state.heads[n][h].l * UNFOLD;
+    #pragma unroll
+    for (int step = 4; step < 32; step *= 2)
+        #pragma unroll
+        for (int n = 0; n < N_TILES; n++)
+            #pragma unroll
+            for (int h = 0; h < 2; h++) sums[n][h] += __shfl_xor_sync(0xffffffffu, sums[n][h], step);
     #pragma unroll
     for (int n = 0; n < N_TILES; n++)
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int head = 8 * n + 2 * t + h;
-            float l = state.heads[n][h].l * UNFOLD;
-            for (int step = 4; step < 32; step *= 2) l += __shfl_xor_sync(0xffffffffu, l, step);
             if (head >= heads) continue;
-            if (g == 0) exchange.sums[warp * heads + head] = make_float2(state.heads[n][h].m, l);
+            if (g == 0) exchange.sums[warp * heads + head] = make_float2(state.heads[n][h].m, sums[n][h]);
             float* row = reinterpret_cast<float*>(exchange.row(warp, head));
             #pragma unroll
             for (int j = 0; j < V_WORDS; j += 2) {
@@ -195,20 +210,23 @@ __device__ __forceinline__ void store_states(const Exchange& exchange, WarpState
 // The state of the block's query heads over the range of tokens, which `feed` has come to; it is left in `exchange`.
 template <class Spans>
 __device__ __forceinline__ void attend(
-    Feed<Spans>& feed, const Range& tokens, float scale, int heads, const Exchange& exchange, Pace& pace) {
+    Feed<Spans>& feed, const Range& tokens, const KV* q, float scale, int heads, const Exchange& exchange, Pace& pace) {
     WarpState state = {};
     #pragma unroll
     for (int n = 0; n < N_TILES; n++)
         #pragma unroll
         for (int h = 0; h < 2; h++) state.heads[n][h].log2_per_unit = scale;
-    stream_tiles(state, feed, tokens, exchange, pace);
+    stream_tiles(state, feed, tokens, q, exchange, pace);
     store_states(exchange, state, heads);
 }
 
-// The block's state of one of its query heads, columns 4 column ... +3, from what its warps stored.
-__device__ __forceinline__ Piece block_state(const Exchange& exchange, float scale, int head, int heads, int column) {
-    return merge_pieces<4>(scale, 0, WARPS, 1, [&](int warp) -> Piece {
+// The block's piece of one of its query heads, from what its warps stored.
+__device__ __forceinline__ Piece block_state(const Exchange& exchange, float scale, int head, int heads, int c) {
+    return merge_pieces<WARPS <= 8 ? WARPS : 4>(scale, 0, WARPS, 1, [&](int warp) {
         const float2 sums = exchange.sums[warp * heads + head];
-        return {sums.x, sums.y, exchange.row(warp, head)[column]};
+        Piece piece = {sums.x, sums.y};
+        #pragma unroll
+        for (int v = 0; v < PIECE_VECTORS; v++) piece.acc[v] = exchange.row(warp, head)[c + v * COLUMNS];
+        return piece;
     });
 }
