@@ -35,4 +35,8 @@ def pytest_runtest_setup(item):
 @pytest.fixture(params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def xp(request):
     """The array module: the kernels run where its arrays are."""
-    return importlib.import_module(request.param)
+    module = importlib.import_module(request.param)
+    yield module
+    if request.param == "cupy":
+        # Several processes share the device, and some tests take a good part of its memory.
+        module.get_default_memory_pool().free_all_blocks()

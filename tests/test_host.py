@@ -179,6 +179,8 @@ FAULTS = {
     "shared": (("partial.cu", "tile[t * (head_dim + 1) + d] =", "tile[t * (head_dim + 2) + d] ="),),
     "overflow": (("pages.cuh", "return page_table",
                   "volatile int most = 0x7fffffff; if (most + token < -9) return 0; return page_table"),),
+    # The last request of a share has no next one.
+    "next q": (("balanced.cu", "if (next.request >= 0) ask_for_q", "if (true) ask_for_q"),),
 }
 with jit.settings(sanitize=True, seed=3, patches=FAULTS[sys.argv[1]]):
     for layout, lens in (("HND", (33,)), ("NHD", (37, 0, 100))):
@@ -190,6 +192,8 @@ with jit.settings(sanitize=True, seed=3, patches=FAULTS[sys.argv[1]]):
         o, lse = split_decode(**args, layout=layout, num_splits=3)
         merge_states(o, lse, algorithm="online")
         merge_state_in_place(o[:, :, 0], lse[:, :, 0], o[:, :, 1], lse[:, :, 1], mask=lse[:, :, 1] > 0)
+    args = paged((37, 0, 100), num_q_heads=6, head_dim=64, extra_entries=0)
+    paged_decode(**{name: array.copy() for name, array in args.items()})
 print("finished")
 """
 
@@ -218,6 +222,7 @@ class TestSanitizers:
             ("table", "AddressSanitizer: heap-buffer-overflow"),
             ("shared", "AddressSanitizer: use-after-poison"),
             ("overflow", "runtime error: signed integer overflow"),
+            ("next q", "AddressSanitizer: heap-buffer-overflow"),
         ],
     )
     def test_planted_fault_is_caught(self, fault, text):

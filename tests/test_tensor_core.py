@@ -46,6 +46,7 @@ CASES = [
     Case(heads=(5, 1), head_dim=96, page_size=48, layout="HND", lens=(96, 97)),
     Case(heads=(7, 1), head_dim=192, page_size=20, lens=(41,), lse_base="2"),
     Case(heads=(8, 1), head_dim=256, page_size=32, lens=(60,), dtype="bfloat16", out_dtype="bfloat16"),
+    Case(heads=(2, 1), head_dim=192, lens=(90, 200), shares=5, config=Config(warps=4)),
     Case(heads=(12, 1), head_dim=128, page_size=4, layout="HND", lens=(50, 3)),
     Case(heads=(16, 1), head_dim=64, page_size=16, dtype="bfloat16", lens=(1, 16, 17)),
     Case(heads=(24, 1), head_dim=96, page_size=16, lens=(35,), shares=2),

@@ -12,6 +12,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <utility>
+#include "copies.h"
 #if defined(__SSE2__)
 #include <xmmintrin.h>
 #endif
@@ -42,7 +43,7 @@ extern "C" __attribute__((weak, visibility("hidden"))) char __start_cuda_shared[
 
 namespace cuda {
 
-constexpr int WARP = 32, MAX_THREADS = 1024, MAX_COPIES = 16;
+constexpr int WARP = 32, MAX_THREADS = 1024;
 constexpr size_t STACK_BYTES = 256 << 10, MAX_SHARED_BYTES = 227 << 10;
 
 alignas(128) static unsigned char dynamic_shared[MAX_SHARED_BYTES];
@@ -56,9 +57,6 @@ struct Warp {
     uint32_t words[2][WARP][16];
 };
 
-// 16 bytes that a thread has asked for and that are not there yet.
-struct Copy { void* to; const void* from; };
-
 struct Fiber {
     jmp_buf context;
     uint3 index;
@@ -66,9 +64,8 @@ struct Fiber {
     bool done;
     const Rendezvous* waits_for;
     unsigned generation;  // of waits_for on arrival
-    Copy copies[MAX_COPIES];
-    int asked, committed;  // copies; of them, from the first on
-    void* fake_stack;      // the address sanitizer's
+    void* fake_stack;     // the address sanitizer's
+    Copies copies;
 };
 
 static struct Block {
@@ -112,19 +109,6 @@ inline void meet(Rendezvous& place) {
     fiber.waits_for = &place;
     fiber.generation = place.generation;
     yield();
-}
-
-inline void ask_for_copy(void* to, const void* from) {
-    Fiber& fiber = self();
-    if (fiber.asked == MAX_COPIES) abort();
-    fiber.copies[fiber.asked++] = {to, from};
-}
-// The first `count` copies of this thread arrive.
-inline void finish_copies(int count) {
-    Fiber& fiber = self();
-    for (int i = 0; i < count; i++) memcpy(fiber.copies[i].to, fiber.copies[i].from, 16);
-    for (int i = count; i < fiber.asked; i++) fiber.copies[i - count] = fiber.copies[i];
-    fiber.asked -= count, fiber.committed = fiber.committed > count ? fiber.committed - count : 0;
 }
 
 // What is waited for can't come: the block will be found deadlocked.
@@ -209,10 +193,7 @@ inline bool run_block(uint64_t& random) {
         block.warps[w].meeting = {0, threads - w * WARP < WARP ? threads - w * WARP : WARP, 0};
     for (int i = 0; i < threads; i++) {
         Fiber& fiber = block.fibers[i];
-        fiber.index = {unsigned(i), 0, 0};
-        fiber.done = false;
-        fiber.asked = fiber.committed = 0;
-        fiber.waits_for = nullptr;
+        fiber.index = {unsigned(i), 0, 0}, fiber.done = false, fiber.waits_for = nullptr, fiber.copies = {};
     }
     shuffle_order(block.order, threads, random);
     for (int left = threads; left > 0;) {

@@ -78,14 +78,14 @@ template <class T> inline T load_relaxed(const T* address) { return *address; }
 inline void add_relaxed_if(bool wanted, unsigned* address, unsigned x) {
     if (wanted) *address += x;
 }
-// A copy comes when it is waited for and not before, except where any time will do: then at once.
-inline void copy_async_16(void* to_shared, const void* from) { cuda::ask_for_copy(to_shared, from); }
+// Where any time will do, a copy arrives at once: see copies.h for the others.
+inline void copy_async_16(void* to_shared, const void* from) { cuda::self().copies.ask(to_shared, from); }
 inline void copy_async_16_if(bool wanted, void* to_shared, const void* from) {
     if (wanted) memcpy(to_shared, from, 16);
 }
-inline void commit_copies() { cuda::self().committed = cuda::self().asked; }
-inline void wait_for_committed_copies() { cuda::finish_copies(cuda::self().committed); }
-inline void wait_for_copies() { cuda::finish_copies(cuda::self().asked); }
+inline void commit_copies() { cuda::self().copies.commit(); }
+inline void wait_for_committed_copies() { cuda::self().copies.wait_for_committed(); }
+inline void wait_for_copies() { cuda::self().copies.wait_for_all(); }
 inline float computed_here(float x) { return x; }
 inline void look_again() { cuda::wait_forever(); }
 inline void wait_for_previous_launch() {}
