@@ -21,7 +21,7 @@ struct Heads {
 };
 
 // q of a block's heads, on its way to [N_HEADS][Q_STRIDE] in shared memory. Of BY threads, all of the block or a warp, each sees to its
-// own 16 bytes at a time. Heads of padding are 0.
+// own 16 bytes at a time. Heads of padding are 0: what stood there, NaN say, would have maxima raised in every tile.
 #define Q_PIECES (HEAD_DIM / 8)
 template <int BY, class F> __device__ __forceinline__ void for_each_piece_of_q(F f) {
     constexpr int PIECES = N_HEADS * Q_PIECES;
