@@ -245,15 +245,15 @@ def test_progress_is_as_the_kernel_has_it():
 
 
 # On the CPU a copy into shared memory arrives when it is waited for.
-TAKE_FIRST = "        if (request >= 0) take_q<THREADS>(exchange.q, q_of(request));\n"
-TAKE_NEXT = "        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), q_of(next.request));\n"
+TAKE_FIRST = "        if (request >= 0) take_q<THREADS>(exchange.q, scale_log2);\n"
+TAKE_NEXT = "        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), scale_log2);\n"
 ASK_NEXT = "ask_for_q<32>(exchange.q_of_turn(%s)"
 Q_FAULTS = {
     "the first one not waited for": ("balanced.cu", TAKE_FIRST, ""),
     "the next one not waited for": ("balanced.cu", TAKE_NEXT, ""),
     "not committed": ("stream.cuh", "    commit_copies();\n", ""),
     "the next one over the one in use": ("balanced.cu", ASK_NEXT % "turn ^ 1", ASK_NEXT % "turn"),
-    "a negative scale forgotten": ("stream.cuh", "heads.scale_log2 >= 0.f) return", "true) return"),
+    "a negative scale forgotten": ("stream.cuh", "if (scale_log2 >= 0.f) return", "if (true) return"),
 }  # fmt: skip
 
 

@@ -78,8 +78,8 @@ template <class T> inline T load_relaxed(const T* address) { return *address; }
 inline void add_relaxed_if(bool wanted, unsigned* address, unsigned x) {
     if (wanted) *address += x;
 }
-// Where any time will do, a copy arrives at once: see copies.h for the others.
 inline void copy_async_16(void* to_shared, const void* from) { cuda::self().copies.ask(to_shared, from); }
+// Not waited for, any time will do: it arrives at once.
 inline void copy_async_16_if(bool wanted, void* to_shared, const void* from) {
     if (wanted) memcpy(to_shared, from, 16);
 }

@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     // The warp that has the fewest tiles, as each request begins with the first one.
     const bool looks_ahead = threadIdx.x / 32 == WARPS - 1;
     const auto q_of = [&](int request) -> Heads {
-        return {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads, scale_log2};
+        return {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads};
     };
     const auto output = [&](int request) -> Output {
         return {o + request * o_batch_stride + first_head * o_head_stride,
@@ -231,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
         if (request >= 0) ask_for_q<THREADS>(exchange.q, q_of(request));
         const bool same = kept_all && length == seen && inside_pool(place.page, pool_pages) == page;
         feed.load_first();
-        if (request >= 0) take_q<THREADS>(exchange.q, q_of(request));
+        if (request >= 0) take_q<THREADS>(exchange.q, scale_log2);
         current = __syncthreads_and(same && batch.others_are_kept());
     }
     Pace pace = {progress, &progress_seen.x};
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
                 mailboxes.empty(first_share, left.index + part.followers + 1, deal.sharers(), item);
             }
         }
-        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), q_of(next.request));
+        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), scale_log2);
         __syncthreads();
     }
     pace.finish();

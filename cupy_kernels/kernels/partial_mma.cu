@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
 
     DYNAMIC_SHARED(float4, shared);
     const Exchange exchange = exchange_at(shared, heads);
-    const Heads q_heads = {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads, scale_log2};
+    const Heads q_heads = {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads};
     const Range tokens = split_tokens(length, page_size, split, num_splits, pages_per_split);
     const float scale = fabsf(scale_log2);
     Feed<OneSpan> feed = {
@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     ask_for_q<THREADS>(exchange.q, q_heads);
     feed.find_first();
     feed.load_first();
-    take_q<THREADS>(exchange.q, q_heads);
+    take_q<THREADS>(exchange.q, scale_log2);
     __syncthreads();
     Pace pace = {};
     attend(feed, tokens, exchange.q, scale, heads, exchange, pace);

@@ -17,7 +17,6 @@ struct Heads {
     const KV* q;  // of the first
     long long stride;
     int count;
-    float scale_log2;
 };
 
 // q of a block's heads, on its way to [N_HEADS][Q_STRIDE] in shared memory. Of BY threads, all of the block or a warp, each sees to its
@@ -40,9 +39,9 @@ template <int BY> __device__ __forceinline__ void ask_for_q(KV* q_shared, const 
     commit_copies();
 }
 // Waits for it; then the block has to meet. A negative scale is taken into q, so that the largest product is the largest score.
-template <int BY> __device__ __forceinline__ void take_q(KV* q_shared, const Heads& heads) {
+template <int BY> __device__ __forceinline__ void take_q(KV* q_shared, float scale_log2) {
     wait_for_committed_copies();
-    if (heads.scale_log2 >= 0.f) return;
+    if (scale_log2 >= 0.f) return;
     for_each_piece_of_q<BY>([&](int head, int column) {
         uint4& x = *reinterpret_cast<uint4*>(q_shared + head * Q_STRIDE + column);
         x = make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u);
@@ -220,7 +219,7 @@ __device__ __forceinline__ void attend(
     store_states(exchange, state, heads);
 }
 
-// The block's piece of one of its query heads, from what its warps stored.
+// The block's piece of one of its query heads, from what its warps stored: of all at once, where registers hold so many.
 __device__ __forceinline__ Piece block_state(const Exchange& exchange, float scale, int head, int heads, int c) {
     return merge_pieces<WARPS <= 8 ? WARPS : 4>(scale, 0, WARPS, 1, [&](int warp) {
         const float2 sums = exchange.sums[warp * heads + head];
