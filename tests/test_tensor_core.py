@@ -207,11 +207,14 @@ def test_pacing_changes_no_bits(xp):
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(2, [128, 128, *[7] * 6]), (10, [256, 256, *[128] * 6])])
-def test_blocks_count_their_rows(monkeypatch, columns, rows):
-    case = replace(PACED, heads=(columns, columns))
+@pytest.mark.parametrize(
+    ("heads", "rows"), [((2, 2), [128, 128, *[7] * 6]), ((10, 10), [256, 256, *[128] * 6]), ((9, 1), [128, *[7] * 7])]
+)
+def test_blocks_count_their_rows(monkeypatch, heads, rows):
+    case = replace(PACED, heads=heads)
     for least, counted in ((64, rows), (65, [7] * 8)):
-        monkeypatch.setitem(tensor_core.PACED_ROWS, 1, least)
+        # One N tile of query heads, or two.
+        monkeypatch.setitem(tensor_core.PACED_ROWS, 1 if heads[0] == heads[1] else 2, least)
         _, progress = paced_run(np, case, words=7)
         np.testing.assert_array_equal(progress[:, 0], counted)
         assert (progress[:, 1:] == 7).all()
