@@ -17,7 +17,7 @@ REPLAY_US, LAYERS, MAX_NODES, LONGEST_US = 1000, 32, 256, 4000
 REST_S = 0.04
 # All replays of one measurement; slower calls get fewer of them, but at least three.
 BUDGET_US = 2e6
-HOST_CALLS = 300
+HOST_CALLS = 100
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,22 @@ def measure_replays(replay: Callable[[], Any], calls: int, repeats: int = REPEAT
 
 
 def host_us(call: Callable[[int], Any], num_sets: int, calls: int | None = None) -> float:
-    """Median microseconds that the host spends in one eager call, the device working behind it."""
+    """Microseconds that the host spends in one eager call, the device working behind it: a median of calls, settled, for a host has
+    neighbours that come and go.
+    """
     import cupy
 
-    samples = []
-    cupy.cuda.Device().synchronize()
-    for n in range(calls or HOST_CALLS):
-        start = time.perf_counter()
-        call(n % num_sets)
-        samples.append(time.perf_counter() - start)
-    cupy.cuda.Device().synchronize()
-    return 1e6 * statistics.median(samples)
+    def sample() -> float:
+        times = []
+        cupy.cuda.Device().synchronize()
+        for n in range(calls or HOST_CALLS):
+            start = time.perf_counter()
+            call(n % num_sets)
+            times.append(time.perf_counter() - start)
+        cupy.cuda.Device().synchronize()
+        return 1e6 * statistics.median(times)
+
+    return settled(sample, agree=0.05)
 
 
 @dataclass(frozen=True)

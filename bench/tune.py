@@ -53,7 +53,7 @@ NO_MERGE = (
     ("balanced.cu", MERGE, "            if (batch_size < 0) piece = merge_followers"),
     ("balanced.cu", "if (writes && !begins_here) mailboxes", "if (batch_size < 0) mailboxes"),
 )
-CUT = "        cut_batch(left, batch, blockIdx.z, gridDim.z, Divider(share_divider), min_units);\n"
+CUT = "        Share share = cut_batch(run_units, batch, blockIdx.z, gridDim.z, Divider(share_divider), min_units);\n"
 END = "        wait_for_previous_launch();\n        if (batch_size > 0) return;\n"
 # Left out of a configuration, by suffix.
 STAGES = {

@@ -207,12 +207,11 @@ def test_pacing_changes_no_bits(xp):
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize(
-    ("heads", "rows"), [((2, 2), [128, 128, *[7] * 6]), ((10, 10), [256, 256, *[128] * 6]), ((9, 1), [128, *[7] * 7])]
-)
-def test_blocks_count_their_rows(monkeypatch, heads, rows):
+@pytest.mark.parametrize(("heads", "blocks"), [((2, 2), 4), ((10, 10), 20), ((9, 1), 2)])
+def test_blocks_count_their_rows(monkeypatch, heads, blocks):
     case = replace(PACED, heads=heads)
-    for least, counted in ((64, rows), (65, [7] * 8)):
+    # The 64 rows of each block, in 8 words by turns.
+    for least, counted in ((64, [8 * blocks] * 8), (65, [7] * 8)):
         # One N tile of query heads, or two.
         monkeypatch.setitem(tensor_core.PACED_ROWS, 1 if heads[0] == heads[1] else 2, least)
         _, progress = paced_run(np, case, words=7)
@@ -220,19 +219,22 @@ def test_blocks_count_their_rows(monkeypatch, heads, rows):
         assert (progress[:, 1:] == 7).all()
 
 
-# On the CPU one block runs after the other. With n blocks to a word, one that has k rows, where others have counted c, takes
-# itself for n (k - 1) - (c + k) of n rows ahead, and holds back while that is more than 0 and at most 4 n. With n = 2 the first
-# block does so after rows 3 to 10, the other, with c = 64, never; with n = 4 after 2 to 6, 23 to 28 where c = 64, 45 to 49 where
-# it is 128.
-TWO, FOUR = sum(range(3, 11)), sum(range(2, 7)) + sum(range(23, 29)) + sum(range(45, 50))
-# Instead they add up, beside the word, after which rows they would.
-HOLD = ("pace.cuh", "__nanosleep(HOLD_BACK_NANOSECONDS)", "threadIdx.x == 0 ? word[1] += rows : 0")
+# Instead of holding back they add up, beside the words, after which rows they would.
+HOLD = ("pace.cuh", "__nanosleep(HOLD_BACK_NANOSECONDS)", "threadIdx.x == 0 ? words[1 + block] += rows : 0")
 
 
-@pytest.mark.parametrize(("columns", "rows"), [(2, [TWO, TWO, *[0] * 6]), (10, [FOUR, FOUR, *[TWO] * 6])])
-def test_blocks_that_are_ahead_hold_back(columns, rows):
+@pytest.mark.parametrize("columns", [2, 10])
+def test_blocks_that_are_ahead_hold_back(columns):
+    # On the CPU one block runs after the other. Block k of n, in its row r, adds 1 to a word where the k before it have left 8
+    # each and itself (r - 1) // 8. So it takes itself for n (r - 1) - 8 (8 k + (r - 1) // 8 + 1) of n rows ahead, and holds back
+    # before the next row while that is more than 0 and at most 4 n.
+    n = 2 * columns
     _, progress = paced_run(np, replace(PACED, heads=(columns, columns)), [HOLD])
-    np.testing.assert_array_equal(progress[:, 1], rows)
+    for k in range(n):
+        lead = {r: n * (r - 1) - 8 * (8 * k + (r - 1) // 8 + 1) for r in range(1, 64)}
+        assert progress[0, 1 + k] == sum(r for r in lead if 0 < lead[r] <= 4 * n)
+    assert progress[0, 1] > 0
+    assert (progress[1:, 1:] == 0).all()
 
 
 def test_blocks_that_see_nothing_do_not_hold_back():
@@ -249,7 +251,7 @@ def test_progress_is_as_the_kernel_has_it():
 
 # On the CPU a copy into shared memory arrives when it is waited for.
 TAKE_FIRST = "        if (request >= 0) take_q<THREADS>(exchange.q, scale_log2);\n"
-TAKE_NEXT = "        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), scale_log2);\n"
+TAKE_NEXT = "        if (looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), scale_log2);\n"
 ASK_NEXT = "ask_for_q<32>(exchange.q_of_turn(%s)"
 Q_FAULTS = {
     "the first one not waited for": ("balanced.cu", TAKE_FIRST, ""),
@@ -313,13 +315,12 @@ def test_a_piece_of_nothing_but_ones_is_no_empty_mailbox():
         out, _ = run(np, case, case.inputs())
     assert np.isnan(out[..., 1::4]).all()
     assert np.isfinite(out[..., ::4]).all()
-    for guarded in ("any", "mine"):
-        unguarded = ("balanced.cu", f"without_not_there({guarded})", guarded)
-        with (
-            jit.settings(patches=(("balanced.cu", state, ones), unguarded)),
-            pytest.raises(RuntimeError, match="balanced: a block deadlocked"),
-        ):
-            run(np, case, case.inputs())
+    unguarded = ("mailboxes.cuh", "without_not_there(any)", "any")
+    with (
+        jit.settings(patches=(("balanced.cu", state, ones), unguarded)),
+        pytest.raises(RuntimeError, match="balanced: a block deadlocked"),
+    ):
+        run(np, case, case.inputs())
 
 
 def test_blocks_wait_for_earlier_ones_only(xp):
@@ -334,9 +335,10 @@ def test_blocks_wait_for_earlier_ones_only(xp):
 
 
 def test_shares_in_the_order_of_blocks_would_deadlock():
-    forward = (("balanced.cu", "cut_batch(left, batch, blockIdx.z,", "cut_batch(left, batch, gridDim.z - 1 - blockIdx.z,"),)
+    call = "cut_batch(run_units, batch, "
+    forward = ("balanced.cu", call + "blockIdx.z,", call + "gridDim.z - 1 - blockIdx.z,")
     case = Case(lens=(100,))
-    with jit.settings(patches=forward), pytest.raises(RuntimeError, match="balanced: a block deadlocked"):
+    with jit.settings(patches=[forward]), pytest.raises(RuntimeError, match="balanced: a block deadlocked"):
         run(np, case, case.inputs())
 
 
@@ -354,12 +356,12 @@ WRITTEN_MEANWHILE = {
     "a length that was nonsense": (FEW, "context_lens", 2, 2**31 - 1, 100, [MINE]),
     "a page id": (FEW, "page_table", 0, None, None, [PAGE]),
     "a page id that was nonsense": (FEW, "page_table", 0, -1, None, [PAGE]),
-    "a length of another round of threads": (SOME, "context_lens", 150, 0, 3, [OTHERS]),
+    "a length that is not its thread's first": (SOME, "context_lens", 151, 0, 3, [OTHERS]),
     "the last length of a large batch": (MANY, "context_lens", 599, 0, 3, [ALL]),
     "a length of a large batch": (MANY, "context_lens", 0, 1, 3, [ALL, MINE]),
 }
 LOOK, CUT, WAIT = (
-    "    int length = batch.read(threadIdx.x);\n", "        ahead[threadIdx.x / 32] = left;\n",
+    "    int length = batch.read(batch.first_of_run());\n", "        ahead[threadIdx.x / 32] = share;\n",
     "        wait_for_previous_launch();\n",
 )  # fmt: skip
 

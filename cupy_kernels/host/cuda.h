@@ -31,6 +31,7 @@ inline int __syncthreads_and(int predicate) {
     __syncthreads();
     return agreed;
 }
+inline int __syncthreads_or(int predicate) { return !__syncthreads_and(!predicate); }
 inline void __syncwarp(unsigned = 0xffffffffu) { cuda::meet(cuda::my_warp().meeting); }
 // Blocks and threads take turns on one core: memory is always in order.
 inline void __threadfence() {}
@@ -54,6 +55,7 @@ inline unsigned __ballot_sync(unsigned, int predicate) {
     for (int lane = 0; lane < cuda::WARP; lane++) votes |= board[lane][0] << lane;
     return votes;
 }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
 

@@ -21,64 +21,7 @@
 #define PACED (HEAD_DIM == 128)
 #include "stream.cuh"
 #include "cut.cuh"
-
-// A word of a mailbox that nothing was written to yet, also between launches: a NaN that no piece holds, as another one takes its
-// place. So each word says by itself whether it is there, and neither fences nor counters are needed.
-#define NOT_THERE 0xffffffffu
-
-__device__ __forceinline__ bool is_there(float x) { return __float_as_uint(x) != NOT_THERE; }
-struct IsThere {
-    __device__ bool operator()(const Piece& x) const {
-        bool all = is_there(x.m) && is_there(x.l);
-        #pragma unroll
-        for (const float4& acc : x.acc) all = all && is_there(acc.x) && is_there(acc.y) && is_there(acc.z) && is_there(acc.w);
-        return all;
-    }
-};
-__device__ __forceinline__ Piece without_not_there(const Piece& x) {
-    const auto other = [](float word) { return is_there(word) ? word : __uint_as_float(NOT_THERE >> 1); };
-    Piece piece = {other(x.m), other(x.l)};
-    #pragma unroll
-    for (int v = 0; v < PIECE_VECTORS; v++) piece.acc[v] = map(x.acc[v], other);
-    return piece;
-}
-
-// The pieces of all shares for one column of blocks. An item is what one piece is of.
-struct Mailboxes {
-    float4* rows;  // [shares, columns, items, PIECE_VECTORS]: the undivided o
-    float2* sums;  // [shares, columns, items]: m, l
-    int columns, column, items;
-
-    __device__ long long at(int share, int item) const { return ((long long)share * columns + column) * items + item; }
-    __device__ void put(int share, int item, const Piece& any) const {
-        const Piece piece = without_not_there(any);
-        const long long i = at(share, item);
-        store_relaxed(sums + i, make_float2(piece.m, piece.l));
-        #pragma unroll
-        for (int v = 0; v < PIECE_VECTORS; v++) store_relaxed(rows + i * PIECE_VECTORS + v, piece.acc[v]);
-    }
-    __device__ Piece read(int share, int item) const {
-        const long long i = at(share, item);
-        const float2 sum = load_relaxed(sums + i);
-        Piece piece = {sum.x, sum.y};
-        #pragma unroll
-        for (int v = 0; v < PIECE_VECTORS; v++) piece.acc[v] = load_relaxed(rows + i * PIECE_VECTORS + v);
-        return piece;
-    }
-    // Those of shares begin, begin + step, ... before end.
-    __device__ void empty(int begin, int end, int step, int item) const {
-        const float x = __uint_as_float(NOT_THERE);
-        float2* sum = sums + at(begin, item);
-        float4* row = rows + at(begin, item) * PIECE_VECTORS;
-        const long long stride = (long long)step * columns * items;
-        #pragma unroll 4
-        for (int share = begin; share < end; share += step, sum += stride, row += stride * PIECE_VECTORS) {
-            store_relaxed(sum, make_float2(x, x));
-            #pragma unroll
-            for (int v = 0; v < PIECE_VECTORS; v++) store_relaxed(row + v, make_float4(x, x, x, x));
-        }
-    }
-};
+#include "mailboxes.cuh"
 
 // The items of a block as they are dealt out to its warps, and those of a warp to its lanes. Of lanes that are `width` apart, sharers,
 // one has an item, and the others help it with what it has to merge.
@@ -98,14 +41,10 @@ struct Deal {
 // What is left of a warp's part of a request once its own block has `own` of it: the pieces of `followers` shares after this one. The
 // sharers of an item share its pieces: 0 is its own, p that of share + p.
 __device__ __forceinline__ Piece merge_followers(
-    const Mailboxes& mailboxes, const Piece& mine, int share, int followers, bool has_item, int item, const Deal& deal,
+    const Mailboxes& mailboxes, const Piece& own, int share, int followers, bool has_item, int item, const Deal& deal,
     float scale) {
-    const Piece own = without_not_there(mine);
-    const int sharers = deal.sharers(), pieces = has_item ? followers + 1 : 0;
-    const auto read = [&](int p) { return p == 0 ? own : mailboxes.read(share + p, item); };
-    // The same bits either way, but every piece that might be there costs time.
-    Piece piece = followers < 2 * sharers ? merge_pieces<2>(scale, deal.sharer(), pieces, sharers, read, IsThere())
-                                          : merge_pieces<MERGE_BATCH>(scale, deal.sharer(), pieces, sharers, read, IsThere());
+    const int pieces = has_item ? followers + 1 : 0;
+    Piece piece = mailboxes.merge<MERGE_BATCH>(scale, own, share, item, deal.sharer(), pieces, deal.sharers());
     #pragma unroll 1
     for (int step = deal.width(); step < 32; step *= 2) {
         const auto from_other = [&](float x) { return __shfl_xor_sync(0xffffffffu, x, step); };
@@ -117,7 +56,7 @@ __device__ __forceinline__ Piece merge_followers(
             const float z = from_other(piece.acc[v].z), w = from_other(piece.acc[v].w);
             other.acc[v] = make_float4(x, y, z, w);
         }
-        piece = merge_pieces<2>(scale, 0, 2, 1, [&](int j) { return j == 0 ? piece : other; });
+        piece = merge_pieces<2>(scale, 2, [&](int j) { return j == 0 ? piece : other; });
     }
     return piece;
 }
@@ -189,7 +128,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     // block and for each warp's loads, this turn's part of a request, the next.
     __shared__ Share left, ahead[WARPS];
     __shared__ Part parts[2];
-    __shared__ int kept[KEPT + THREADS];
+    __shared__ int kept[KEPT + THREADS], run_units[THREADS];
+    __shared__ bool has_empty;  // the batch, a request without tokens
     __shared__ uint4 progress_seen;
     const Exchange exchange = exchange_at(shared, chunk_heads);
     // The warp that has the fewest tiles, as each request begins with the first one.
@@ -202,31 +142,36 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
                 lse + request * lse_batch_stride + first_head * lse_head_stride, o_head_stride, lse_head_stride, natural != 0};
     };
 
-    if (PACED && threadIdx.x == 0) progress_seen.x = 1u << 30;
+    if (PACED && threadIdx.x == 0) progress_seen.x = NO_LOOK_YET;
     const Batch batch = {
-        kept, context_lens, context_lens_stride, batch_size, max_pages, page_size, unit_tokens, Divider(unit_divider)};
+        kept, context_lens, context_lens_stride, batch_size, most_tokens(max_pages, page_size), unit_tokens, Divider(unit_divider)};
     Feed<Spans> feed = {
         {ahead + threadIdx.x / 32, batch, page_table, page_table_stride},
         {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
         {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}, page_size, Divider(page_divider)};
     // The first look at the tables decides what to ask for into L2, where later writes land too, and to load from there after the
     // wait. It is repeated if they have changed since, or if there were more lengths than it kept.
-    int length = batch.read(threadIdx.x);
+    int length = batch.read(batch.first_of_run());
     for (bool kept_all = batch_size <= KEPT, current = false; !current; kept_all = true) {
-        batch.keep(length);
-        __syncthreads();
-        cut_batch(left, batch, blockIdx.z, gridDim.z, Divider(share_divider), min_units);
-        const int request = left.begin < left.end ? left.request : -1;
-        ahead[threadIdx.x / 32] = left;
+        bool any_empty = false;
+        run_units[threadIdx.x] = batch.keep(length, any_empty);
+        any_empty = __syncthreads_or(any_empty);
+        Share share = cut_batch(run_units, batch, blockIdx.z, gridDim.z, Divider(share_divider), min_units);
+        if (threadIdx.x == 0) left = share, has_empty = any_empty;
+        const Part part = next_part(share, batch);
+        const int request = part.request;
+        ahead[threadIdx.x / 32] = share;
         __syncwarp();
-        feed.find_first();
+        feed.find_first({page_table + max(request, 0) * page_table_stride, part.tokens});
         feed.prefetch_first(pool_pages);
         if (request >= 0 && threadIdx.x < heads) prefetch(q_of(request).q + threadIdx.x * q_head_stride, 2 * HEAD_DIM);
+        // Used before the wait: ptxas gives it and what is read after the wait one scoreboard, and would wait for both.
+        const int page = feed.place.page = inside_pool(feed.place.page, pool_pages);
         wait_for_previous_launch();
         let_next_launch_begin();
         // What is small first: loads come back in their order, and K and V need not wait for the whole block.
-        const int seen = length, page = feed.place.page = inside_pool(feed.place.page, pool_pages);
-        length = batch.read(threadIdx.x);
+        const int seen = length;
+        length = batch.read(batch.first_of_run());
         const Place place = feed.place_now();
         if (request >= 0) ask_for_q<THREADS>(exchange.q, q_of(request));
         const bool same = kept_all && length == seen && inside_pool(place.page, pool_pages) == page;
@@ -238,7 +183,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
     if (PACED && left.per_share >= paced_units) {
         // Shares that are not empty: of blocks before this one all, and as many from here on as hold what ends with this one.
         const int shares = blockIdx.z + (left.end + left.per_share - 1) / left.per_share;
-        pace = Pace::begin(progress, &progress_seen.x, column, columns, shares, blockIdx.z == 0);
+        pace = Pace::begin(progress, &progress_seen.x, shares * columns, blockIdx.z * columns + column);
     }
     if (threadIdx.x == 0) parts[0] = next_part(left, batch);
     __syncthreads();
@@ -267,17 +212,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) balanced
             if (merges) piece = merge_followers(mailboxes, piece, left.index, part.followers, has_item, item, deal, scale);
             if (writes && begins_here) output(part.request).write(piece, scale, head, c);
             if (writes && !begins_here) mailboxes.put(left.index, item, piece);
-            // Last, as nobody waits for it.
-            if (merges && has_item) {
-                const int first_share = left.index + (deal.sharer() > 0 ? deal.sharer() : deal.sharers());
-                mailboxes.empty(first_share, left.index + part.followers + 1, deal.sharers(), item);
-            }
         }
-        if (next.request >= 0 && looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), scale_log2);
+        if (next.request < 0) break;
+        if (looks_ahead) take_q<32>(exchange.q_of_turn(turn ^ 1), scale_log2);
         __syncthreads();
     }
     pace.finish();
     // Requests without tokens are in nobody's share.
+    if (!has_empty) return;
     #pragma unroll 1
     for (int request = blockIdx.z; request < batch_size; request += gridDim.z)
         #pragma unroll 1

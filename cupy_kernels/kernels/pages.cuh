@@ -21,10 +21,12 @@ struct Divider {
     __device__ int quotient(int n) const { return (int)((__umulhi((unsigned)n, magic) + (unsigned)n) >> shift); }
 };
 
-// A length that the table can't hold, or a negative one, must not lead outside the table.
-__device__ __forceinline__ int covered_length(int context_len, int max_pages, int page_size) {
-    return (int)max(0LL, min((long long)context_len, (long long)max_pages * page_size));
+// What a row of the table holds, as far as an int can tell.
+__device__ __forceinline__ int most_tokens(int max_pages, int page_size) {
+    return (int)min((long long)max_pages * page_size, 0x7fffffffLL);
 }
+// A length that the table can't hold, or a negative one, must not lead outside the table.
+__device__ __forceinline__ int covered_length(int context_len, int most) { return max(0, min(context_len, most)); }
 
 // Tokens of split `split`: its pages are [split * pps, (split + 1) * pps), cut at the length; pps = ceil(pages / num_splits)
 // unless fixed by the caller. 64-bit: split * pps * page_size must not wrap, whatever the caller fixed.

@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) partial(
     }
 
     const PagedRow pages = {page_table + request * page_table_stride, page_size};
-    const int length = covered_length(context_lens[request * context_lens_stride], max_pages, page_size);
+    const int length = covered_length(context_lens[request * context_lens_stride], most_tokens(max_pages, page_size));
     const Range tokens = visible_tokens(
         split_tokens(length, page_size, split, num_splits, pages_per_split), length, window);
 

@@ -7,16 +7,8 @@
 #define PACED 0
 #include "stream.cuh"
 
-struct OneSpan {
-    Span span;
-    bool left;
-
-    __device__ bool next(Span& next) {
-        if (!left) return false;
-        next = span;
-        left = false;
-        return true;
-    }
+struct NoMoreSpans {
+    __device__ bool next(Span&) { return false; }
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_mma(
@@ -56,19 +48,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     const int request = blockIdx.x, kv_head = blockIdx.y / head_chunks, chunk = blockIdx.y % head_chunks, split = blockIdx.z;
     const int first_head = kv_head * group_size + chunk * chunk_heads, heads = min(chunk_heads, group_size - chunk * chunk_heads);
     wait_for_previous_launch();
-    const int length = covered_length(context_lens[request * context_lens_stride], max_pages, page_size);
+    const int length = covered_length(context_lens[request * context_lens_stride], most_tokens(max_pages, page_size));
 
     DYNAMIC_SHARED(float4, shared);
     const Exchange exchange = exchange_at(shared, heads);
     const Heads q_heads = {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads};
     const Range tokens = split_tokens(length, page_size, split, num_splits, pages_per_split);
     const float scale = fabsf(scale_log2);
-    Feed<OneSpan> feed = {
-        {{page_table + request * page_table_stride, tokens}, true},
-        {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
+    Feed<NoMoreSpans> feed = {
+        {}, {k_cache + kv_head * k_head_stride, k_page_stride, k_slot_stride},
         {v_cache + kv_head * v_head_stride, v_page_stride, v_slot_stride}, page_size, Divider(page_divider)};
     ask_for_q<THREADS>(exchange.q, q_heads);
-    feed.find_first();
+    feed.find_first({page_table + request * page_table_stride, tokens});
     feed.load_first();
     take_q<THREADS>(exchange.q, scale_log2);
     __syncthreads();

@@ -18,31 +18,13 @@ template <class F> __device__ __forceinline__ float4 map(const float4& x, F f) {
     return make_float4(f(x.x), f(x.y), f(x.z), f(x.w));
 }
 
-// Pieces that are always there to read.
-struct Present { __device__ bool operator()(const Piece&) const { return true; } };
-
-// Merges pieces of one head and four columns, BATCH at a time, so that the reads of a batch don't wait for each other. What of a
-// batch is not there is read again.
-template <int BATCH, class Read, class There = Present>
-__device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, int step, Read read, There there = {}) {
-    Softmax merged = {scale};
+// Pieces of one head and the same columns become one, a batch at a time.
+struct Merge {
+    Softmax merged;
     Piece result;
-    #pragma unroll 1
-    for (int first = begin; first < end; first += BATCH * step) {
-        Piece pieces[BATCH];
-        bool wanted[BATCH];
-        #pragma unroll
-        for (int i = 0; i < BATCH; i++) pieces[i] = {}, wanted[i] = first + i * step < end;
-        while (true) {
-            #pragma unroll
-            for (int i = 0; i < BATCH; i++)
-                if (wanted[i]) pieces[i] = read(first + i * step);
-            bool incomplete = false;
-            #pragma unroll
-            for (int i = 0; i < BATCH; i++) incomplete |= wanted[i] = wanted[i] && !there(pieces[i]);
-            if (!incomplete) break;
-            look_again();
-        }
+
+    __device__ explicit Merge(float scale) : merged{scale} {}
+    template <int BATCH> __device__ void take(const Piece (&pieces)[BATCH]) {
         float top = NEG_INF;
         #pragma unroll
         for (int i = 0; i < BATCH; i++) top = fmaxf(top, pieces[i].m);
@@ -60,8 +42,26 @@ __device__ __forceinline__ Piece merge_pieces(float scale, int begin, int end, i
             }
         }
     }
-    result.m = merged.m, result.l = merged.l;
-    return result;
+    __device__ Piece piece() {
+        result.m = merged.m, result.l = merged.l;
+        return result;
+    }
+};
+
+// Merges `count` pieces, BATCH at a time, so that the reads of a batch don't wait for each other.
+template <int BATCH, class Read> __device__ __forceinline__ Piece merge_pieces(float scale, int count, Read read) {
+    Merge merge(scale);
+    #pragma unroll 1
+    for (int first = 0; first < count; first += BATCH) {
+        Piece pieces[BATCH];
+        #pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            pieces[i] = {};
+            if (first + i < count) pieces[i] = read(first + i);
+        }
+        merge.take(pieces);
+    }
+    return merge.piece();
 }
 
 // Pieces of one column that a thread has under way at once when it merges; registers decide.

@@ -101,10 +101,11 @@ template <class Spans> struct Feed {
             v_rows = {};
         }
     }
-    __device__ void find_first() {
-        span.tokens.end = 0;
+    // The warp's first tile: in this span, or in one that follows.
+    __device__ void find_first(const Span& first_span) {
+        span = first_span;
         place = {};
-        advance(0);
+        advance(span.tokens.begin + threadIdx.x / 32 * TILE);
     }
     __device__ void load_first() {
         load_k();
@@ -221,7 +222,7 @@ __device__ __forceinline__ void attend(
 
 // The block's piece of one of its query heads, from what its warps stored: of all at once, where registers hold so many.
 __device__ __forceinline__ Piece block_state(const Exchange& exchange, float scale, int head, int heads, int c) {
-    return merge_pieces<WARPS <= 8 ? WARPS : 4>(scale, 0, WARPS, 1, [&](int warp) {
+    return merge_pieces<WARPS <= 8 ? WARPS : 4>(scale, WARPS, [&](int warp) {
         const float2 sums = exchange.sums[warp * heads + head];
         Piece piece = {sums.x, sums.y};
         #pragma unroll
