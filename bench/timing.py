@@ -131,8 +131,9 @@ def measure_replays(replay: Callable[[], Any], calls: int, repeats: int = REPEAT
 
 
 def host_us(call: Callable[[int], Any], num_sets: int, calls: int | None = None) -> float:
-    """Microseconds that the host spends in one eager call, the device working behind it: a median of calls, settled, for a host has
-    neighbours that come and go.
+    """Microseconds that the host spends in one eager call, the device working behind it.
+
+    A median of calls, settled: a host has neighbours that come and go.
     """
     import cupy
 
