@@ -64,6 +64,8 @@ CASES = [
     Case(lens=()),
     # More requests than a block has threads.
     Case(lens=(3, 0, 20) * 30, heads=(2, 1), shares=5),
+    # The only one without tokens is the second that its thread sees to.
+    Case(lens=(3, 0) + (20,) * 88, heads=(2, 1), shares=5),
     *(Case(view=view, lens=(37, 20)) for view in VIEWS if view not in ("plain", "unlike strides")),
 ]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.dtype}-{case.heads}-{case.head_dim}-{case.view}")

@@ -16,7 +16,8 @@ struct Batch {
 
     // As it is now, of a request or of none.
     __device__ int read(int request) const { return request < size ? load_relaxed(context_lens + request * stride) : 0; }
-    // Keeps those of the thread's run, the first of which is `first_length`. Returns the run's units, and whether it has an empty request.
+    // Keeps those of the thread's run, the first of which is `first_length`. Returns the run's units; any_empty: a request without
+    // tokens is among them.
     __device__ int keep(int first_length, bool& any_empty) const {
         const int first = first_of_run(), end = min(first + run(), size);
         int units = 0;
@@ -69,9 +70,8 @@ __device__ __forceinline__ Part next_part(Share& left, const Batch& batch) {
     return {-1, {0, 0}, 0};
 }
 
-// The share of block `turn` of `shares`, which each warp finds by itself from the units of all runs: as many instructions as one block
-// would need, and one barrier. Shares are cut from the end backwards, so that of a small batch the first blocks have all, and the last
-// ones, which begin last, nothing.
+// The share of block `turn` of `shares`, which each warp finds by itself from the units of all runs: so one barrier is enough. Shares
+// are cut from the end backwards, so that of a small batch the first blocks have all, and the last ones, which begin last, nothing.
 __device__ __forceinline__ Share cut_batch(
     const int* run_units, const Batch& batch, int turn, int shares, const Divider& by_shares, int min_units) {
     // A lane adds up some runs in a row, and a scan over the warp tells what lies before them.
@@ -98,6 +98,7 @@ __device__ __forceinline__ Share cut_batch(
     int request = run * batch.run();
     const int last = min(request + batch.run(), batch.size) - 1;
     #pragma unroll 1
-    for (int units; request < last && begin >= row_begin + (units = batch.units_of(batch.length(request))); request++) row_begin += units;
+    for (int units; request < last && begin >= row_begin + (units = batch.units_of(batch.length(request))); request++)
+        row_begin += units;
     return {shares - 1 - turn, begin, end, per_share, request, row_begin};
 }

@@ -35,8 +35,8 @@ struct Mailboxes {
         #pragma unroll
         for (int v = 0; v < PIECE_VECTORS; v++) store_relaxed(rows + i * PIECE_VECTORS + v, piece.acc[v]);
     }
-    // Merges pieces begin, begin + step, ... before `end` of an item, in this order: 0 is `own`, p is that of share + p. BATCH of them are
-    // read at once, and what of them was not there is read again.
+    // Merges pieces begin, begin + step, ... before `end` of an item, in this order: 0 is `own`, p is that of share + p. BATCH of them
+    // are read at once, and what of them was not there is read again.
     template <int BATCH>
     __device__ Piece merge(float scale, const Piece& own, int share, int item, int begin, int end, int step) const {
         const float x = __uint_as_float(NOT_THERE);
