@@ -64,6 +64,8 @@ CASES = [
     Case(lens=()),
     # More requests than a block has threads.
     Case(lens=(3, 0, 20) * 30, heads=(2, 1), shares=5),
+    # Shares begin within any of the three requests of a thread, and of either thread of a lane.
+    Case(lens=(5, 20, 40) * 50, heads=(2, 1), shares=7),
     # The only one without tokens is the second that its thread sees to.
     Case(lens=(3, 0) + (20,) * 88, heads=(2, 1), shares=5),
     *(Case(view=view, lens=(37, 20)) for view in VIEWS if view not in ("plain", "unlike strides")),
