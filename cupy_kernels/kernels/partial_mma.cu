@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) partial_
     const int length = covered_length(context_lens[request * context_lens_stride], most_tokens(max_pages, page_size));
 
     DYNAMIC_SHARED(float4, shared);
+    // By the heads of a full chunk, which need no register: by this block's own, NVRTC 13.0 spills on sm_90.
     const Exchange exchange = exchange_at(shared, chunk_heads);
     const Heads q_heads = {q + request * q_batch_stride + first_head * q_head_stride, q_head_stride, heads};
     const Range tokens = split_tokens(length, page_size, split, num_splits, pages_per_split);
