@@ -93,10 +93,10 @@ def test_no_spill_and_no_local_memory(source, entry_points, constants, architect
 
 # An array indexed at run time has no registers.
 LOCAL_ARRAY = """extern "C" __global__ void f(float* x, int n) {
-        float y[64];
-        for (int i = 0; i < n; i++) y[i] = x[i];
-        for (int i = 0; i < n; i++) x[i] = y[n - 1 - i];
-    }"""
+    float y[64];
+    for (int i = 0; i < n; i++) y[i] = x[i];
+    for (int i = 0; i < n; i++) x[i] = y[n - 1 - i];
+}"""
 
 
 @pytest.mark.gpu
@@ -111,8 +111,7 @@ LOCAL_ARRAY = """extern "C" __global__ void f(float* x, int n) {
 def test_no_local_memory_on_the_gpu(source, entry_point, constants):
     import cupy
 
-    device = int(cupy.cuda.Device().compute_capability)
-    if device >= 100 and cupy.cuda.nvrtc.getVersion() < (13, 5):
+    if int(cupy.cuda.Device().compute_capability) >= 100 and cupy.cuda.nvrtc.getVersion() < (13, 5):
         pytest.skip("NVRTC 13.0 spills 4 to 40 bytes of some kernels on sm_100 and sm_120")
     assert jit.kernel(source, entry_point, **constants)._compiled(0).local_size_bytes == 0
 
